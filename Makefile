@@ -96,7 +96,7 @@ $(VENV)/.installed-dev: requirements-dev.lock pyproject.toml $(VENV)/.made
 	@$(PIP) install $(CHECKOUT)
 	@touch $@ $(VENV)/.installed
 
-# Ray is 320 MB: whoever does not work on it is spared that.
+# Ray is 320 MB, so only `make test-ray` installs it.
 $(RAY)/.installed: requirements-dev.lock pyproject.toml
 	@echo "installing into $(RAY) what development needs, and Ray ..."
 	@$(PYTHON) -m venv $(RAY)

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from dragoman.engines.llama.binding import Context, LlamaModel
+from dragoman.engines.llama.binding import Context, ContextParams, LlamaModel
 
 PROMPT = 12
 
@@ -39,7 +39,8 @@ def main() -> None:
     counts = [int(count) for count in rows]
     model = LlamaModel(Path(path))
     most = max(*counts, PROMPT)
-    context = Context(model, sequences=max(counts), length=512, rows=most, outputs=most, threads=int(threads))
+    params = ContextParams(sequences=max(counts), length=512, rows=most, outputs=most, threads=int(threads))
+    context = Context(model, params)
     speed(context, 1, 8)
     print(*(speed(context, count, int(tokens)) for count in counts))
     context.close()

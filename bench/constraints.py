@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from dragoman.core.events import Finished
+from dragoman.core.events import Event, Finished
 from dragoman.core.request import GenerationRequest, JsonSchema, Message, Sampling, Text
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
@@ -50,11 +50,15 @@ def request(constrained: bool, tokens: int, seed: int) -> GenerationRequest:
 async def decode(engine: LlamaEngine, asked: GenerationRequest) -> tuple[float, float, int]:
     """When the first token came, when the last one did, and how many came after the first."""
     begun, count = 0.0, -1
-    async for events in engine.generate(asked):
+
+    def on_events(events: Sequence[Event]) -> None:
+        nonlocal begun, count
         begun = begun or time.perf_counter()
         last = events[-1]
         if isinstance(last, Finished) and last.usage is not None:
             count = last.usage.completion - 1
+
+    await engine.deliver(asked, on_events)
     return begun, time.perf_counter(), count
 
 

@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -22,9 +22,9 @@ import msgspec
 from tools.ports import free_port
 
 from bench.frontend import Caller, Stream, cpu_seconds, run, served_until_ready
+from dragoman.core.delivery import EventQueue
 from dragoman.core.engine import Engine, ModelInfo
-from dragoman.core.event_queue import EventQueue
-from dragoman.core.events import Event, Finished, Started, TextDelta, Usage
+from dragoman.core.events import Finished, Listener, Started, TextDelta, Usage, notify
 from dragoman.core.request import GenerationRequest
 
 
@@ -37,7 +37,6 @@ class Stepping(Engine):
     """Every running request gets its next token in the same moment."""
 
     Options = SteppingOptions
-    emits_events = True
 
     def __init__(self, name: str, options: SteppingOptions) -> None:
         self.name = name
@@ -69,19 +68,19 @@ class Stepping(Engine):
             for mailbox in self._running:
                 mailbox.put([TextDelta("word")])
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Sequence[Event]]:
+    async def deliver(self, request: GenerationRequest, listener: Listener) -> None:
         mailbox, made = EventQueue(), 0
         wanted = self.options.tokens if request.max_tokens is None else request.max_tokens
         self._running.add(mailbox)
         try:
-            yield [Started(10)]
+            await notify(listener, [Started(10)])
             while made < wanted:
                 events = await mailbox.take()
                 made += len(events)
-                yield events
+                await notify(listener, events)
         finally:
             self._running.discard(mailbox)
-        yield [Finished("length", usage=Usage(10, made))]
+        await notify(listener, [Finished("length", usage=Usage(10, made))])
 
 
 @contextmanager

@@ -1,9 +1,10 @@
-"""All tests, in three processes side by side: those with a real model, those of servers, and all others.
+"""All tests, in four processes side by side: those with a real model, those of servers in one process, those of servers
+with two front ends, and all others.
 
     python -m tests [arguments of pytest]
 
-Most tests wait more than they compute, so that together the three take little longer than the longest alone. The tests
-of servers print as they run; what the others print follows.
+Most tests wait more than they compute, so that together they take little longer than the longest alone. The tests of
+servers in one process print as they run; what the others print follows.
 """
 
 import subprocess
@@ -12,14 +13,24 @@ import tempfile
 from contextlib import ExitStack
 from typing import IO
 
-SHOWN = "server and not model"
-HIDDEN = ("model", "not server and not model")
+SERVER = ("tests/server", "tests/security")
+SHOWN = ("server and not model and not front_ends", *SERVER)
+HIDDEN = (
+    ("front_ends", *SERVER),
+    ("model",),
+    ("not server and not model", *(f"--ignore={folder}" for folder in SERVER)),
+)
+"""The marker of each part, and where its tests are: collecting all tests takes ten seconds."""
 NONE_SELECTED = 5
 """The exit code of pytest if its arguments select no test of a part."""
 
 
-def start(part: str, output: IO[str] | None = None) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "pytest", "-m", part, *sys.argv[1:]]
+def start(part: tuple[str, ...], output: IO[str] | None = None) -> subprocess.Popen[str]:
+    marker, *places = part
+    given = sys.argv[1:]
+    if not all(argument.startswith("-") for argument in given):
+        places = []
+    command = [sys.executable, "-m", "pytest", "-m", marker, *places, *given]
     return subprocess.Popen(command, stdout=output, stderr=output, text=True)
 
 

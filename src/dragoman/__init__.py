@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dragoman.client.sync_client import Client as Client
     from dragoman.core.engine import Engine as Engine
     from dragoman.core.engine import ModelInfo as ModelInfo
-    from dragoman.server.factory import create_app as create_app
+    from dragoman.server.routes import create_app as create_app
     from dragoman.server.serve import serve as serve
 
 PUBLIC = {
@@ -21,7 +21,7 @@ PUBLIC = {
     "Client": "dragoman.client.sync_client",
     "Engine": "dragoman.core.engine",
     "ModelInfo": "dragoman.core.engine",
-    "create_app": "dragoman.server.factory",
+    "create_app": "dragoman.server.routes",
     "serve": "dragoman.server.serve",
 }
 """Imported when first used, so that `import dragoman` costs nothing."""

@@ -78,7 +78,7 @@ def test_errors_in_named_files(tmp_path: Path, written: str, capsys: pytest.Capt
 
 def test_error_of_flag_has_no_line(tmp_path: Path) -> None:
     (tmp_path / "dragoman.yaml").write_text("models: {a: {engine: scripted}}\nevent_log: e.jsonl\n")
-    assert refused(run(tmp_path, "serve", "--event-log", "none/e")) == "event_log: there is no folder none"
+    assert refused(run(tmp_path, "serve", "--event-log", "none/e")) == "--event-log none/e: there is no folder none"
 
 
 def test_warnings_about_unused_settings(tmp_path: Path) -> None:
@@ -160,17 +160,10 @@ def test_invalid_adapters(tmp_path: Path, smollm2_path: Path) -> None:
 
 
 def test_llama_options_out_of_range(tmp_path: Path) -> None:
-    (tmp_path / "dragoman.yaml").write_text(
-        "models:\n"
-        "  smollm2:\n"
-        "    threads: 100000\n"
-        "    context: 99999999999\n"
-        "    adapters: {a: {path: a.gguf, scale: .nan}}\n"
-    )
+    (tmp_path / "dragoman.yaml").write_text("models:\n  smollm2:\n    threads: 100000\n    context: 99999999999\n")
     assert run(tmp_path, "check").stderr.splitlines() == [
         "dragoman: dragoman.yaml:3: models.smollm2.threads: expected int <= 512",
         "dragoman: dragoman.yaml:4: models.smollm2.context: expected int <= 20000000",
-        "dragoman: dragoman.yaml:5: models.smollm2.adapters.a.scale: expected a number",
     ]
 
 
@@ -178,10 +171,10 @@ def test_warning_about_isolate_without_keys(tmp_path: Path) -> None:
     (tmp_path / "dragoman.yaml").write_text("models: {smollm2: {isolate: true}}\nkeys: {store: keys.db}\n")
     done = run(tmp_path, "check")
     assert (done.returncode, done.stdout) == (0, "the configuration is valid; models: smollm2\n")
-    warning = (
-        "dragoman: warning: model smollm2: isolate has no effect without API keys: all callers share one identity\n"
+    assert done.stderr == (
+        "dragoman: warning: dragoman.yaml:1: models.smollm2.isolate: has no effect without API keys: "
+        "all callers share one identity\n"
     )
-    assert done.stderr == warning
     with (tmp_path / "dragoman.yaml").open("a") as file:
         file.write("api_keys: [secret]\n")
     assert run(tmp_path, "check").stderr == ""
@@ -191,7 +184,7 @@ def test_warning_about_too_many_workers(tmp_path: Path) -> None:
     (tmp_path / "dragoman.yaml").write_text("models: {a: {engine: scripted}}\nworkers: 100000\n")
     done = run(tmp_path, "check")
     assert done.returncode == 0
-    assert done.stderr.startswith("dragoman: warning: workers: 100000 processes are too many for ")
+    assert done.stderr.startswith("dragoman: warning: dragoman.yaml:2: workers: 100000 processes are too many for ")
     assert done.stderr.count("\n") == 1
     (tmp_path / "dragoman.yaml").write_text("models: {a: {engine: scripted}}\nworkers: 4\n")
     assert run(tmp_path, "check").stderr == ""

@@ -12,7 +12,7 @@ import pytest
 from dragoman import __version__
 from dragoman.cli import main
 from dragoman.files import sources
-from tests.files.test_gguf import WHOLE
+from tests.support.gguf_files import WHOLE
 from tools import ports
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -128,13 +128,13 @@ def test_invalid_arguments(tmp_path: Path, arguments: list[str]) -> None:
     [
         (["--config", "none.yaml"], "cannot read the configuration none.yaml: No such file or directory"),
         (["--model", "mine"], "--model mine: expected NAME=SOURCE, a path, or a built-in name (smollm2, minilm)"),
-        (["--model", "mine=nowhere.gguf"], "model mine: no file nowhere.gguf"),
-        (["nowhere.gguf"], "model nowhere: no file nowhere.gguf"),
-        (["--model", "mine=."], "model mine: . is a directory"),
+        (["--model", "mine=nowhere.gguf"], "--model mine=nowhere.gguf: no file nowhere.gguf"),
+        (["nowhere.gguf"], "--model nowhere.gguf: no file nowhere.gguf"),
+        (["--model", "mine=."], "--model mine=.: . is a directory"),
         (["--alias", "gpt"], "--alias gpt: expected PATTERN=NAME"),
         (["--alias", "gpt-*=other"], "--alias gpt-*=other: model 'other' not found; models: smollm2"),
-        (["--default", "other"], "--default: model 'other' not found"),
-        (["--port", "70000"], "--port 70000: expected a number from 0 to 65535"),
+        (["--default", "other"], "--default other: model 'other' not found"),
+        (["--port", "70000"], "--port 70000: expected int <= 65535"),
         (["--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines, and no API key is set; give --api-key"),
         (["--engine", "nothing"], "unknown engine 'nothing'"),
         (["--engine", "no_module:Engine"], "engine 'no_module:Engine' cannot be imported"),

@@ -12,9 +12,10 @@ from tools.ports import free_port
 from dragoman.cli.models import Row, format_rows
 from dragoman.storage.keys import KeyStore
 from tests.cli.test_cli import refused, run
-from tests.files.test_gguf import gguf, pair, text
-from tests.server.test_connections import certified, listened_on
 from tests.support.bad_server import BadServer, answer
+from tests.support.certificates import write_certificate
+from tests.support.gguf_files import gguf, pair, text
+from tests.support.requests import listened_on
 from tests.support.server_process import Running, serving, serving_at
 
 TEMPLATE = "{% for m in messages %}<tool_call>{{ m }}</tool_call>{% endfor %}"
@@ -185,7 +186,7 @@ def test_key_without_admin_scope_can_only_list(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["tls", "socket", "both"])
 def test_server_with_tls_or_unix_socket(tmp_path: Path, place: str) -> None:
-    tls = certified(tmp_path)
+    tls = write_certificate(tmp_path)
     config: dict[str, Any] = {"models": {"one": {"engine": "scripted"}}, "hosts": ["models.example"]}
     if place != "socket":
         config["tls"] = {"certificate": "server.pem", "key": "server.key"}

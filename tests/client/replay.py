@@ -5,11 +5,12 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dragoman.client.call import PROTOCOLS, ClientCall
+from dragoman.client.call import ClientCall
 from dragoman.core.errors import DragomanError
 from dragoman.core.events import Event, Finished, Started
-from dragoman.core.reply import Choice, Collection
+from dragoman.core.reply import Choice, ReplyBuilder
 from dragoman.core.request import GenerationRequest, Message, Part, Text
+from dragoman.protocols.registry import CLIENT_PROTOCOLS
 from tests.support.text_splits import cut_bytes
 
 REQUEST = GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),))
@@ -29,7 +30,7 @@ def replay(
     check_calls: bool = True,
 ) -> list[Event]:
     client_call = ClientCall(
-        PROTOCOLS[protocol], REQUEST, stream=True, check_calls=check_calls, make_id=sequential_ids()
+        CLIENT_PROTOCOLS[protocol], REQUEST, stream=True, check_calls=check_calls, make_id=sequential_ids()
     )
     client_call.head(status, headers or {})
     events = [event for piece in pieces for event in client_call.feed(piece)]
@@ -58,10 +59,10 @@ def collect(events: Sequence[Event]) -> Choice:
     assert isinstance(events[0], Started)
     assert isinstance(events[-1], Finished)
     assert sum(isinstance(event, Started | Finished) for event in events) == 2
-    collection = Collection()
+    builder = ReplyBuilder()
     for event in events:
-        collection.add(0, [event])
-    return collection.reply().choices[0]
+        builder.add(0, [event])
+    return builder.reply().choices[0]
 
 
 def parts(protocol: str, data: bytes) -> tuple[Part, ...]:

@@ -12,7 +12,7 @@ from dragoman.core.errors import AnswerTimeout, DragomanError, NotFound, StreamC
 from dragoman.core.events import Finished, TextDelta
 from dragoman.core.reply import Reply
 from dragoman.core.request import Part, ToolCall
-from dragoman.protocols.client.retry import Retries
+from dragoman.protocols.retry import Retries
 from tests.support.bad_server import (
     CHAT,
     GREETING,

@@ -96,7 +96,7 @@ def test_streams(name: str) -> None:
 def test_finish_reasons_and_usage(reason: str, stop: str | None, expected: str) -> None:
     choice = outcome_for_any_split("messages", named(BEGIN, *TEXT, ended(reason, stop), STOP))
     assert isinstance(choice, Choice)
-    assert (choice.reason, choice.stop, choice.usage) == (expected, stop, Usage(9, 9, 4))
+    assert (choice.reason, choice.stop, choice.usage) == (expected, stop, Usage(9, 9, 4, kept=2))
 
 
 def test_json_body_instead_of_a_stream() -> None:
@@ -109,7 +109,7 @@ def test_json_body_instead_of_a_stream() -> None:
     choice = outcome_for_any_split("messages", json.dumps(body).encode())
     assert isinstance(choice, Choice)
     assert choice.parts == (Reasoning("Hmm", "s"), Text("Hello"), ToolCall("a", "f", '{"x":1}'))
-    assert (choice.reason, choice.usage) == ("tool_calls", Usage(9, 1, 4))
+    assert (choice.reason, choice.usage) == ("tool_calls", Usage(9, 1, 4, kept=2))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dragoman.protocols.client.retry import ConnectionFailure, ErrorResponse, Retries, retry_after
+from dragoman.protocols.retry import ConnectionFailure, ErrorResponse, Retries, retry_after
 
 SOON = {"retry-after": "1"}
 

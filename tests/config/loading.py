@@ -13,7 +13,7 @@ def load(text: str, flags: Flags | None = None, environ: dict[str, str] | None =
     return load_settings(None, flags or Flags(), environ or {})
 
 
-def without_places(settings: Settings) -> Settings:
+def without_locations(settings: Settings) -> Settings:
     """Remove the lines of the models, for comparison."""
-    models = tuple(msgspec.structs.replace(model, place=None) for model in settings.models)
+    models = tuple(msgspec.structs.replace(model, location=None) for model in settings.models)
     return msgspec.structs.replace(settings, models=models)

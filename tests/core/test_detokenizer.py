@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.core.detokenizer import Detokenizer
+from dragoman.core.events import Detokenizer
 from tests.support.text_splits import cut_bytes, cuttings
 
 CASES = ["", "plain", "é", "日本語", "a😀b", "👩‍👩‍👧 e\u0301", "\ufeff\x00\u202e", "�"]

@@ -43,8 +43,8 @@ def test_likeness_is_the_cosine(pair: tuple[list[float], list[float]]) -> None:
     one, other = (Embedding.of(values) for values in pair)
     assume(any(one.values) and any(other.values))
     cosine = np.dot(*pair) / (math.hypot(*pair[0]) * math.hypot(*pair[1]))
-    assert one.likeness(other) == other.likeness(one) == pytest.approx(cosine, abs=1e-5)
-    assert one.likeness(one) == pytest.approx(1, abs=1e-6)
+    assert one.cosine_similarity(other) == other.cosine_similarity(one) == pytest.approx(cosine, abs=1e-5)
+    assert one.cosine_similarity(one) == pytest.approx(1, abs=1e-6)
 
 
 def test_zero_vector_stays_zero() -> None:

@@ -5,17 +5,10 @@ import pytest
 
 from tests.engines.fake_vllm_engine import STAND_IN
 from tests.engines.layout_fixtures import home, q8_copy, small
-from tests.engines.llama_fixtures import halves_path, with_engine, with_halves
+from tests.engines.llama_fixtures import anyio_backend, engine, halves_path, model_path
 from tests.support.bad_server import BadServer
 
-__all__ = [
-    "halves_path",
-    "home",
-    "q8_copy",
-    "small",
-    "with_engine",
-    "with_halves",
-]
+__all__ = ["anyio_backend", "engine", "halves_path", "home", "model_path", "q8_copy", "small"]
 
 
 @pytest.fixture

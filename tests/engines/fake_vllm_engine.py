@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from dragoman.core.engine import stream_events
 from dragoman.core.events import Event, TextDelta
 from dragoman.core.request import (
     GenerationRequest,
@@ -15,7 +16,6 @@ from dragoman.core.request import (
     Text,
 )
 from dragoman.ipc.worker_engine import WorkerEngine
-from dragoman.pipeline.event_stream import stream_events
 
 STAND_IN = Path(__file__).parent / "fakevllm"
 IM_START, IM_END = 256, 257

@@ -7,9 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from dragoman.engines.llama.tuning.record import Measurement, Trial, TuningKey, TuningRecord, copy_path, record_path
-from dragoman.engines.llama.tuning.requantize import requantize
-from dragoman.engines.llama.tuning.tuner import SLOW_TYPES
+from dragoman.engines.llama.tuning import requantize
+from dragoman.engines.llama.tuning_record import Measurement, Trial, TuningKey, TuningRecord, copy_path, record_path
 from dragoman.files.download import hash_file
 from dragoman.files.gguf import Outline, Tensor, read_outline
 
@@ -63,7 +62,7 @@ def q8_copy(small: Path, home: Path) -> Path:
     """The Q8_0 copy of the small model, with a record that chooses it and one thread."""
     copy = copy_path(small)
     copy.parent.mkdir(parents=True)
-    requantize(small, copy, SLOW_TYPES, lambda done: None)
+    requantize(small, copy, lambda done: None)
     chosen = Trial("Q8_0", 1, Measurement(200.0, 100.0, 200.0, memory=1 << 20, divergence=0.005))
     record = TuningRecord(TuningKey.of(small), chosen, (chosen,), copy.stat().st_size, hash_file(copy))
     record_path(small).write_bytes(msgspec.json.encode(record))

@@ -1,7 +1,8 @@
 """A llama engine with a real model in the test process, and helpers to send requests to it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,31 @@ import msgspec
 import numpy as np
 import pytest
 
-from dragoman.core.events import Finished, Started, TextDelta, TokenLogprob
-from dragoman.core.request import GenerationRequest, Message, Sampling, Text
-from dragoman.engines.llama.engine import LlamaEngine
+from dragoman.core.events import Event, Finished, Started, TextDelta, TokenLogprob
+from dragoman.core.request import GenerationRequest, Logprobs, Message, Sampling, Text
+from dragoman.engines.llama.binding import LlamaModel
+from dragoman.engines.llama.engine import LlamaEngine, TextGenerator
+from dragoman.engines.llama.generation import LlamaRequestBuilder
 from dragoman.engines.llama.options import LlamaOptions
+from dragoman.engines.llama.runner import Runner
 
 GREEDY = Sampling(temperature=0)
 FRANCE = "The capital of France is"
 IM_START, IM_END = 1, 2
+TIE = 0.03
+"""Candidates whose log probabilities differ by less may be picked in either order."""
+TOLERANCE = 0.03
+
+SEA = (
+    "The sea was calm that morning, and the old man went down to his boat with bread, water and a long line. His "
+    "daughter had mended the sail in winter; the mast came from a wreck near the lighthouse. Forty years ago he had "
+    "crossed the bay in a storm, with three goats and a priest aboard, and since then nobody in town doubted him."
+)
+CITY = (
+    "A city is a machine for meeting people, and its streets are the wires along which they travel. In Lisbon trams "
+    "climb past laundry and blue tiles; in Oslo a ferry leaves every ten minutes. Mayors count houses, poets count "
+    "windows, and the tax office counts both, twice a year, with a pencil that has never been sharpened."
+)
 
 
 class Collected(msgspec.Struct, frozen=True):
@@ -38,29 +56,65 @@ class Collected(msgspec.Struct, frozen=True):
         return tuple(logprob for delta in self.deltas for logprob in delta.logprobs)
 
 
-Test = Callable[[LlamaEngine], Awaitable[None]]
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 @pytest.fixture
-def with_engine(smollm2_path: Path) -> "Run":
-    return _with_engine(smollm2_path)
+def model_path(smollm2_path: Path) -> Path:
+    """The model of `engine`; test modules may override it."""
+    return smollm2_path
+
+
+@pytest.fixture
+async def engine(request: pytest.FixtureRequest, model_path: Path) -> AsyncIterator[LlamaEngine]:
+    """A running engine. The marker `engine_options` changes its options."""
+    marker = request.node.get_closest_marker("engine_options")
+    async with running_engine(model_path, **({} if marker is None else marker.kwargs)) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def running_engine(path: Path, **options: Any) -> AsyncIterator[LlamaEngine]:
+    fields = {"path": str(path), "slots": 2, "context": 512, "layout": "as-is", **options}
+    engine = LlamaEngine("smollm2", LlamaOptions(**fields))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def runner_of(engine: LlamaEngine) -> Runner:
+    return generator_of(engine).runner
+
+
+def builder_of(engine: LlamaEngine) -> LlamaRequestBuilder:
+    return generator_of(engine).request_builder
+
+
+def generator_of(engine: LlamaEngine) -> TextGenerator:
+    assert engine.loaded is not None
+    assert engine.loaded.generator is not None
+    return engine.loaded.generator
+
+
+def model_of(engine: LlamaEngine) -> LlamaModel:
+    assert engine.loaded is not None
+    return engine.loaded.model
 
 
 @pytest.fixture(scope="session")
 def halves_path(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("halves") / "smollm2.gguf"
-    _write_halves(smollm2_path, path)
-    return path
-
-
-def _write_halves(source: Path, target: Path) -> None:
-    """Convert the weights to f16, for tests that compare log probabilities.
+    """The model with f16 weights, for tests that compare log probabilities.
 
     With weights of few bits llama.cpp rounds to eight bits before each matrix, and two orders of addition differ by 0.2
     in a log probability. With f16 they differ by 0.01, so that one wrong token is noticed.
     """
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    path = tmp_path_factory.mktemp("halves") / "smollm2.gguf"
+    reader = gguf.GGUFReader(smollm2_path)
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():
         if not field.name.startswith(("GGUF.", "general.architecture", "general.file_type")):
             inner = field.types[-1] if len(field.types) > 1 else None
@@ -72,31 +126,7 @@ def _write_halves(source: Path, target: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-@pytest.fixture
-def with_halves(halves_path: Path) -> "Run":
-    return _with_engine(halves_path)
-
-
-def _with_engine(path: Path) -> "Run":
-    def run(test: Test, **overrides: Any) -> None:
-        async def main() -> None:
-            fields = {"path": str(path), "slots": 2, "context": 512, "layout": "as-is", **overrides}
-            options = LlamaOptions(**fields)
-            engine = LlamaEngine("smollm2", options)
-            await engine.start()
-            try:
-                await test(engine)
-            finally:
-                await engine.stop()
-
-        asyncio.run(main())
-
-    return run
-
-
-Run = Callable[..., None]
+    return path
 
 
 def completion(prompt: str | tuple[int, ...] = FRANCE, **fields: Any) -> GenerationRequest:
@@ -109,7 +139,8 @@ def chat(text: str, **fields: Any) -> GenerationRequest:
 
 
 async def collect(engine: LlamaEngine, request: GenerationRequest) -> Collected:
-    batches = [batch async for batch in engine.generate(request)]
+    batches: list[Sequence[Event]] = []
+    await engine.deliver(request, batches.append)
     assert all(batches)
     started, *deltas, finished = [event for batch in batches for event in batch]
     assert isinstance(started, Started)
@@ -119,8 +150,7 @@ async def collect(engine: LlamaEngine, request: GenerationRequest) -> Collected:
 
 async def wait_until_idle(engine: LlamaEngine) -> None:
     """Wait until the runner is idle, and check that no sequence is occupied."""
-    assert engine.loaded is not None
-    scheduler = engine.loaded.runner.scheduler
+    scheduler = runner_of(engine).scheduler
     async with asyncio.timeout(60):
         while not scheduler.idle:  # noqa: ASYNC110  (changes in another thread)
             await asyncio.sleep(0.01)
@@ -130,8 +160,36 @@ async def wait_until_idle(engine: LlamaEngine) -> None:
 
 async def wait_for_prefill(engine: LlamaEngine) -> None:
     """Wait until the first chunk of a prompt is in memory."""
-    assert engine.loaded is not None
-    scheduler = engine.loaded.runner.scheduler
+    scheduler = runner_of(engine).scheduler
     async with asyncio.timeout(60):
         while not any(slot.done for slot in list(scheduler.slots.values())):  # noqa: ASYNC110  (as above)
             await asyncio.sleep(0.001)
+
+
+def short_reply(prompt: str | tuple[int, ...], **fields: object) -> GenerationRequest:
+    return completion(prompt, max_tokens=10, ignore_eos=True, logprobs=Logprobs(top=2), **fields)
+
+
+def differences(one: Collected, other: Collected) -> list[float]:
+    """Return the differences of the log probabilities up to the first tie. The replies must be equal until there."""
+    found = []
+    for left, right in zip(one.logprobs, other.logprobs, strict=True):
+        if left.token != right.token:
+            gap = abs((left.top[0].logprob or 0) - (left.top[1].logprob or 0))
+            assert gap < TIE, f"{one.text!r} and {other.text!r} differ without a tie"
+            break
+        found.append(abs((left.logprob or 0) - (right.logprob or 0)))
+    return found
+
+
+def assert_same(ones: list[Collected], others: list[Collected]) -> None:
+    found = [value for one, other in zip(ones, others, strict=True) for value in differences(one, other)]
+    assert max(found, default=0) < TOLERANCE
+
+
+async def clear_memory(engine: LlamaEngine) -> None:
+    """Wait until the engine is idle and clear its memory."""
+    await wait_until_idle(engine)
+    runner = runner_of(engine)
+    runner.scheduler = runner.schedule()
+    runner.context.clear_all()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.files.test_gguf import pair, text
+from tests.support.gguf_files import pair, text
 
 WIDTH = 576
 """Embedding width of SmolLM2-135M."""

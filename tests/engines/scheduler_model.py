@@ -1,6 +1,6 @@
 """Runs the llama scheduler with a model of the decoder's memory: lists of tokens."""
 
-from dragoman.engines.llama.prefix_tree import PrefixTree, _Node
+from dragoman.engines.llama.prefix_tree import PrefixTree
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Chunk, Job, Plan, Scheduler
 from dragoman.engines.llama.sequences import MIN_SHARED_TOKENS, Clear, Copy, PinnedPrefix, Trim
 
@@ -35,12 +35,8 @@ class Memory:
 
 
 def text_of(tree: PrefixTree, holder: int) -> list[int]:
-    tokens: list[int] = []
-    node: _Node | None = tree.ends[holder]
-    while node is not None:
-        tokens = node.edge + tokens
-        node = node.parent
-    return tokens
+    edges = [node.edge for node in tree.path(holder)]
+    return [token for edge in reversed(edges) for token in edge]
 
 
 class SchedulerModel:

@@ -5,16 +5,27 @@ from pathlib import Path
 
 import pytest
 
+from dragoman.core.engine import stream_events
 from dragoman.core.errors import ConfigError
 from dragoman.core.request import Logprobs
-from dragoman.engines.llama.adapters import AdapterOptions
+from dragoman.engines.llama.compute_thread import StepPace
 from dragoman.engines.llama.engine import LlamaEngine
-from dragoman.engines.llama.options import LlamaOptions
-from dragoman.engines.llama.pace import StepPace
-from dragoman.engines.llama.runner import ALONE_SECONDS, LEAST_CHUNK
-from tests.engines.llama_fixtures import FRANCE, Run, chat, collect, completion
+from dragoman.engines.llama.options import AdapterOptions, LlamaOptions
+from dragoman.engines.llama.runner import ALONE_SECONDS, MIN_CHUNK
+from tests.engines.llama_fixtures import (
+    FRANCE,
+    SEA,
+    assert_same,
+    chat,
+    collect,
+    completion,
+    runner_of,
+    running_engine,
+    short_reply,
+)
 from tests.engines.lora_files import write_adapter
-from tests.engines.test_llama_reuse import SEA, assert_same, short_reply
+
+pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
@@ -22,8 +33,10 @@ def adapter(tmp_path: Path) -> Path:
     return write_adapter(tmp_path / "chance.gguf")
 
 
-def test_adapter_changes_replies_according_to_its_scale(with_engine: Run, adapter: Path) -> None:
-    async def test(engine: LlamaEngine) -> None:
+async def test_adapter_changes_replies_according_to_its_scale(model_path: Path, adapter: Path) -> None:
+    file = str(adapter)
+    adapters = {"strong": file, "zero": AdapterOptions(file, 0), "weak": AdapterOptions(file, 0.01)}
+    async with running_engine(model_path, slots=1, context=128, adapters=adapters) as engine:
         assert [info.name for info in engine.models()] == ["smollm2", "strong", "zero", "weak"]
         assert len({(info.context, info.format) for info in engine.models()}) == 1
         replies = {}
@@ -38,16 +51,9 @@ def test_adapter_changes_replies_according_to_its_scale(with_engine: Run, adapte
         assert (await collect(engine, chat("Say hello.", model="zero"))).text
         assert (await engine.render(chat("x", model="strong"))).tokens == (await engine.render(chat("x"))).tokens
 
-    given = {
-        "strong": str(adapter),
-        "zero": AdapterOptions(str(adapter), 0),
-        "weak": AdapterOptions(str(adapter), 0.01),
-    }
-    with_engine(test, slots=1, context=128, adapters=given)
 
-
-def test_prefixes_are_not_shared_between_adapters(with_engine: Run, adapter: Path) -> None:
-    async def test(engine: LlamaEngine) -> None:
+async def test_prefixes_are_not_shared_between_adapters(model_path: Path, adapter: Path) -> None:
+    async with running_engine(model_path, slots=2, context=128, adapters={"strong": str(adapter)}) as engine:
         for name in ("smollm2", "strong"):
             first = await collect(engine, short_reply(SEA, model=name))
             again = await collect(engine, short_reply(SEA, model=name))
@@ -61,32 +67,27 @@ def test_prefixes_are_not_shared_between_adapters(with_engine: Run, adapter: Pat
         assert together[1].tokens == together[3].tokens
         assert together[0].tokens != together[1].tokens
 
-    with_engine(test, slots=2, context=128, adapters={"strong": str(adapter)})
-
 
 class RecordingPace(StepPace):
     def __init__(self, steps: list[int]) -> None:
-        super().__init__(ALONE_SECONDS, minimum=LEAST_CHUNK, maximum=512)
+        super().__init__(ALONE_SECONDS, minimum=MIN_CHUNK, maximum=512)
         self.steps = steps
 
     def record(self, rows: int, seconds: float) -> None:
         self.steps.append(rows)
 
 
-def test_long_prompts_do_not_stall_replies_of_an_adapter(with_engine: Run, adapter: Path) -> None:
-    async def test(engine: LlamaEngine) -> None:
-        assert engine.loaded is not None
+async def test_long_prompts_do_not_stall_replies_of_an_adapter(model_path: Path, adapter: Path) -> None:
+    async with running_engine(model_path, slots=1, context=512, adapters={"strong": str(adapter)}) as engine:
         steps: list[int] = []
-        engine.loaded.runner.alone = RecordingPace(steps)
-        writing = engine.generate(completion(FRANCE, max_tokens=300, ignore_eos=True, model="strong"))
+        runner_of(engine).alone = RecordingPace(steps)
+        writing = stream_events(engine, completion(FRANCE, max_tokens=300, ignore_eos=True, model="strong"))
         await anext(writing)
         await collect(engine, completion(SEA * 4, max_tokens=1))
         assert not steps, "a step ran at the pace of an idle engine"
         await writing.aclose()
         await collect(engine, completion(SEA[5:], max_tokens=1))
         assert steps
-
-    with_engine(test, slots=1, context=512, adapters={"strong": str(adapter)})
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,6 @@ class Shifted(ctypes.Structure):
     _fields_: ClassVar = [("new", ctypes.c_uint64), *library._ContextParams._fields_]
 
 
-def test_library_loads_once() -> None:
-    assert library.library() is library.library()
-
-
 def test_other_version_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = library.SUPPORTED
     monkeypatch.setattr(library, "_loaded", None)

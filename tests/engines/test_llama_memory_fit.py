@@ -10,26 +10,28 @@ from dragoman.config.loading import Flags, load_settings
 from dragoman.core.errors import ConfigError
 from dragoman.core.request import Logprobs
 from dragoman.engines.llama import hardware
-from dragoman.engines.llama.binding import Context, Kv, LlamaModel
-from dragoman.engines.llama.engine import LlamaEngine
-from dragoman.engines.llama.memory_fit import (
+from dragoman.engines.llama.binding import Context, ContextParams, LlamaModel
+from dragoman.engines.llama.library import Kv
+from dragoman.engines.llama.options import (
     MIN_DEFAULT_CONTEXT,
     ContextSize,
     KvShape,
+    LlamaOptions,
+    expected_kv_bytes,
+    find_warnings,
     fit_context,
-    kv_bytes_per_token,
-    option_warnings,
 )
-from dragoman.engines.llama.options import LlamaOptions
-from tests.engines.llama_fixtures import Run, collect, completion
-from tests.engines.test_llama_reuse import SEA
+from dragoman.files.gguf import Value
+from tests.engines.llama_fixtures import SEA, collect, completion, running_engine
+
+pytestmark = pytest.mark.anyio
 
 HALF = 23040
 """Bytes per token: 30 layers, a key and a value of 192 half floats each."""
 EIGHTH = 12240
 
-MEAN_TOLERANCE, TOLERANCE = 0.1, 0.5
-"""Tolerances for the log probabilities of SEA's tokens. Measured: 0.066 and 0.324."""
+MAX_MEAN_DIFFERENCE, MAX_DIFFERENCE = 0.1, 0.5
+"""Limits for the log probabilities of SEA's tokens. Measured: 0.066 and 0.324."""
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +69,11 @@ def test_bytes_per_token(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> 
     widths = {"llama.attention.key_length": "128", "llama.attention.value_length": "96"}
     monkeypatch.setattr(model, "metadata", {**model.metadata, **widths})
     shape = KvShape(30, 9, 3, 576, key_width=128, value_width=96)
-    assert kv_bytes_per_token(model, "f16") == shape.token_bytes("f16") == 30 * 3 * 224 * 2
+    assert KvShape.of(model).token_bytes("f16") == shape.token_bytes("f16") == 30 * 3 * 224 * 2
 
 
 def test_default_context_fits_the_memory(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (kv_bytes_per_token(model, "f16"), kv_bytes_per_token(model, "q8_0")) == (HALF, EIGHTH)
+    assert (KvShape.of(model).token_bytes("f16"), KvShape.of(model).token_bytes("q8_0")) == (HALF, EIGHTH)
     monkeypatch.setattr(hardware, "memory", lambda: 4 * 4 * 5000 * HALF)
     assert fit(model, None, None, "f16").length == MIN_DEFAULT_CONTEXT
     assert fit(model, None, None, "q8_0").length == model.trained_context
@@ -83,7 +85,7 @@ def test_default_context_fits_the_memory(model: LlamaModel, monkeypatch: pytest.
 def test_context_takes_the_expected_memory(model: LlamaModel) -> None:
     def allocated(kv: Kv) -> int:
         before = _resident()
-        context = Context(model, sequences=4, length=4096, rows=8, outputs=4, threads=1, kv=kv)
+        context = Context(model, ContextParams(sequences=4, length=4096, rows=8, outputs=4, threads=1, kv=kv))
         after = _resident()
         context.close()
         return after - before
@@ -99,23 +101,20 @@ def _resident() -> int:
     return pages * 4096
 
 
-def test_logprobs_are_close_for_all_kv_types(with_engine: Run) -> None:
+async def test_logprobs_are_close_for_all_kv_types(model_path: Path) -> None:
     found: list[list[float]] = []
-
-    async def test(engine: LlamaEngine) -> None:
-        asked = completion(SEA, max_tokens=8, ignore_eos=True, logprobs=Logprobs(prompt=True))
-        answer = await collect(engine, asked)
-        found.append([logprob.logprob or 0.0 for logprob in answer.started.prompt_logprobs])
-        assert (await collect(engine, completion())).text.startswith(" Paris")
-        # Cached prefixes work with this type too.
-        again = await collect(engine, completion(SEA, max_tokens=8, ignore_eos=True))
-        assert again.started.cached_tokens > 70
-
     for kv in ("f16", "q8_0"):
-        with_engine(test, slots=1, context=256, kv=kv)
+        async with running_engine(model_path, slots=1, context=256, kv=kv) as engine:
+            asked = completion(SEA, max_tokens=8, ignore_eos=True, logprobs=Logprobs(prompt=True))
+            answer = await collect(engine, asked)
+            found.append([logprob.logprob or 0.0 for logprob in answer.started.prompt_logprobs])
+            assert (await collect(engine, completion())).text.startswith(" Paris")
+            # Cached prefixes work with this type too.
+            again = await collect(engine, completion(SEA, max_tokens=8, ignore_eos=True))
+            assert again.started.cached_tokens > 70
     differences = [abs(one - other) for one, other in zip(*found, strict=True)]
-    assert 0 < sum(differences) / len(differences) < MEAN_TOLERANCE
-    assert max(differences) < TOLERANCE
+    assert 0 < sum(differences) / len(differences) < MAX_MEAN_DIFFERENCE
+    assert max(differences) < MAX_DIFFERENCE
 
 
 def test_q8_0_needs_flash_attention(tmp_path: Path) -> None:
@@ -141,8 +140,14 @@ def test_too_many_sequences_are_reported_with_their_line(tmp_path: Path) -> None
 def test_warning_if_the_slots_exceed_the_memory(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = LlamaOptions(path=str(smollm2_path), slots=256)
     monkeypatch.setattr(hardware, "memory", lambda: 1e12)
-    assert list(option_warnings(options)) == []
+    assert list(find_warnings(options)) == []
     monkeypatch.setattr(hardware, "memory", lambda: 1e9)
-    ((key, message),) = option_warnings(options)
+    ((key, message),) = find_warnings(options)
     assert key == "slots"
     assert "but the machine has 1 GB: lower context or slots" in message
+
+
+def test_memory_of_a_file_without_a_context_length() -> None:
+    numbers = {"block_count": 2, "attention.head_count": 2, "embedding_length": 8}
+    metadata: dict[str, Value] = {"general.architecture": "x", **{f"x.{key}": value for key, value in numbers.items()}}
+    assert expected_kv_bytes(metadata, LlamaOptions("x", slots=1, cache_sequences=0)) == 2 * 2 * 8 * 2

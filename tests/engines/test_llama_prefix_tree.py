@@ -95,14 +95,3 @@ def test_drop_of_an_unknown_holder() -> None:
     tree.remove(3)
     assert tree.longest_prefix((1, 2)) == (0, frozenset())
     assert tree.exclusive_length(3) == 0
-
-
-def test_shared_prefix_and_exclusive_end() -> None:
-    tree = PrefixTree()
-    tree.add(1, (1, 2, 3, 4, 5))
-    tree.add(2, (1, 2, 3, 7))
-    tree.add(3, (1, 2, 3), salt="other")
-    assert tree.longest_prefix((1, 2, 3, 9)) == (3, frozenset({1, 2}))
-    assert tree.longest_prefix((1, 2, 3, 4)) == (4, frozenset({1}))
-    assert tree.longest_prefix((1, 2, 3, 4), salt="other") == (3, frozenset({3}))
-    assert (tree.exclusive_length(1), tree.exclusive_length(2), tree.exclusive_length(3)) == (2, 1, 3)

@@ -4,12 +4,13 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dragoman.engines.llama.scheduler import (
     REST_ROWS,
     Job,
+    RecentUsage,
     Scheduler,
     cap_beside_finished,
     share,
@@ -57,35 +58,6 @@ def random_event(rng: random.Random, world: SchedulerModel) -> None:
         failing = [rng.choice(list(world.jobs))] if world.jobs and rng.random() < 0.1 else []
         drafting = (rng.randrange(5), rng.randrange(3)) if rng.random() < 0.6 else (0, 0)
         world.step(rng.randint(1, 150), frozenset(failing), *drafting)
-
-
-PROMPTS = st.one_of(
-    st.sampled_from([(1,), (1, 2), tuple(range(20)), *LONG]),
-    st.lists(st.integers(0, 3), min_size=1, max_size=30).map(tuple),
-)
-ADD = st.tuples(st.just("add"), PROMPTS, st.integers(0, 6), st.booleans() | st.just(False))
-END = st.tuples(st.just("end"), st.integers(0, 30))
-DRAFT = st.tuples(st.integers(0, 4), st.integers(0, 2))
-STEP = st.tuples(st.just("step"), st.integers(1, 150), st.frozensets(st.integers(0, 30), max_size=2), DRAFT)
-GOOD_STEP = st.tuples(st.just("step"), st.integers(1, 150), st.frozensets(st.integers(), max_size=0), DRAFT)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    slots=st.integers(1, 5),
-    events=st.lists(st.one_of(ADD, ADD, GOOD_STEP, GOOD_STEP, END, STEP), max_size=60),
-)
-def test_any_order_of_events(slots: int, events: list[tuple[object, ...]]) -> None:
-    world = SchedulerModel(slots, 2)
-    for event in events:
-        match event:
-            case "add", tuple(prompt), int(limit), bool(prompt_outputs):
-                world.add(prompt, limit, prompt_outputs)
-            case "end", int(job) if job in world.jobs:
-                world.end(job)
-            case "step", int(budget), frozenset(failing), (int(right), int(wrong)):
-                world.step(budget, failing, right, wrong)
-    world.finish()
 
 
 def test_equal_prompts_wait_for_the_first() -> None:
@@ -258,13 +230,42 @@ def test_equal_prompts_are_processed_in_order() -> None:
 
 @given(wants=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 500)), max_size=12), budget=st.integers(1, 512))
 def test_share_between_principals_uses_the_budget(wants: list[tuple[str, int]], budget: int) -> None:
-    shares = share_between([owner for owner, _ in wants], [rows for _, rows in wants], budget)
+    owners = [owner for owner, _ in wants]
+    shares = share_between(sorted(set(owners)), owners, [rows for _, rows in wants], budget)
     assert all(got <= want for got, (_, want) in zip(shares, wants, strict=True))
     assert sum(shares) == min(budget, sum(rows for _, rows in wants))
 
 
-def test_more_requests_do_not_get_more_rows() -> None:
-    assert share_between(["ann", "ann", "ann", "bob"], [1000] * 4, 120) == [60, 0, 0, 60]
+def test_first_principal_gets_three_quarters() -> None:
+    assert share_between(["bob", "ann"], ["ann", "ann", "bob"], [1000] * 3, 120) == [30, 0, 90]
+    assert share_between(["bob", "ann"], ["ann", "ann", "bob"], [1000, 1000, 20], 120) == [100, 0, 20]
+
+
+def test_principal_with_fewest_recent_rows_comes_first() -> None:
+    now = 0.0
+    usage = RecentUsage(lambda: now)
+    usage.record(["ann", "bob"], [100, 10])
+    assert usage.order(["ann", "bob", "ann"]) == ["bob", "ann"]
+    assert usage.order(["ann", "bob", "eve"]) == ["eve", "bob", "ann"]
+    assert usage.has_lighter({"ann"})
+    assert not usage.has_lighter({"ann", "bob"})
+    now = 60.0
+    usage.record(["bob"], [10])
+    assert usage.order(["ann", "bob"]) == ["ann", "bob"]
+
+
+def test_long_prompts_leave_room_for_a_lighter_principal() -> None:
+    scheduler = Scheduler(slots=4)
+    scheduler.add(Job(1, tuple(range(10)), principal="bob"))
+    scheduler.decoded(scheduler.plan(64).chunks[0])
+    scheduler.add(Job(2, tuple(range(1000)), principal="ann"))
+    assert not scheduler.expects_lighter_principal
+    scheduler.decoded(scheduler.plan(64).chunks[0])
+    assert scheduler.expects_lighter_principal
+    scheduler.end(2)
+    scheduler.add(Job(3, tuple(range(5000, 5040)), principal="ann"))
+    scheduler.plan(4)
+    assert not scheduler.expects_lighter_principal
 
 
 def test_step_that_ends_a_prompt_of_one_principal_has_few_rows_of_others() -> None:

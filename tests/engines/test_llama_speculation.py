@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,23 +18,36 @@ import pytest
 from dragoman.core.request import GenerationRequest, Logprobs, Regex, Sampling, Thinking
 from dragoman.engines.llama.binding import Context, Logits
 from dragoman.engines.llama.engine import LlamaEngine
-from dragoman.engines.llama.runner import Runner
-from tests.engines.llama_fixtures import IM_END, Collected, Run, chat, collect, completion, wait_until_idle
-from tests.engines.test_llama_reuse import CITY, SEA, assert_same, clear_memory
+from tests.engines.llama_fixtures import (
+    CITY,
+    IM_END,
+    SEA,
+    Collected,
+    assert_same,
+    builder_of,
+    chat,
+    clear_memory,
+    collect,
+    completion,
+    runner_of,
+    running_engine,
+    wait_until_idle,
+)
+
+pytestmark = pytest.mark.anyio
 
 PARAGRAPHS = f"{SEA}\n\n{SEA}\n\n{SEA}\n\nThe sea was calm that morning, and the old"
 WORDS = range(2000, 2024)
 
 
-def runner_of(engine: LlamaEngine) -> Runner:
-    assert engine.loaded is not None
-    return engine.loaded.runner
+@pytest.fixture
+def model_path(halves_path: Path) -> Path:
+    return halves_path
 
 
 def speculate(engine: LlamaEngine, is_drafting: bool) -> None:
     """Switch drafts on or off, even for requests with a seed."""
-    assert engine.loaded is not None
-    engine.loaded.request_builder.drafts = lambda request: is_drafting  # type: ignore[method-assign]
+    builder_of(engine).uses_drafts = lambda request: is_drafting  # type: ignore[method-assign]
 
 
 def make_rows_free(engine: LlamaEngine) -> None:
@@ -90,44 +104,40 @@ SAMPLING_CASES: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-def test_replies_are_identical_for_all_sampling_options(with_halves: Run) -> None:
-    async def test(engine: LlamaEngine) -> None:
-        runner = runner_of(engine)
-        use_fake_logits(runner.context)
-        make_rows_free(engine)
-        requests = [
-            completion(words(seed), **{"max_tokens": 24, **fields(seed)})
-            for seed, fields in enumerate(SAMPLING_CASES.values(), 1)
-        ]
-        replies: list[list[Collected]] = []
-        for is_drafting in (False, True):
-            speculate(engine, is_drafting)
-            replies.append(await asyncio.gather(*(collect(engine, request) for request in requests)))
-            assert bool(runner.drafted) == is_drafting
-        for plain, drafted in zip(*replies, strict=True):
-            assert plain.deltas == drafted.deltas
-            assert plain.finished.reason == drafted.finished.reason
-        assert 15 < runner.accepted < runner.drafted
-        await wait_until_idle(engine)
-
-    with_halves(test, slots=4, context=128, gap_ms=100_000)
+@pytest.mark.engine_options(slots=4, context=128, gap_ms=100_000)
+async def test_replies_are_identical_for_all_sampling_options(engine: LlamaEngine) -> None:
+    runner = runner_of(engine)
+    use_fake_logits(runner.context)
+    make_rows_free(engine)
+    requests = [
+        completion(words(seed), **{"max_tokens": 24, **fields(seed)})
+        for seed, fields in enumerate(SAMPLING_CASES.values(), 1)
+    ]
+    replies: list[list[Collected]] = []
+    for is_drafting in (False, True):
+        speculate(engine, is_drafting)
+        replies.append(await asyncio.gather(*(collect(engine, request) for request in requests)))
+        assert bool(runner.drafted) == is_drafting
+    for plain, drafted in zip(*replies, strict=True):
+        assert plain.deltas == drafted.deltas
+        assert plain.finished.reason == drafted.finished.reason
+    assert 15 < runner.accepted < runner.drafted
+    await wait_until_idle(engine)
 
 
-def test_thinking_budget_ends_at_the_same_token(with_halves: Run) -> None:
-    async def test(engine: LlamaEngine) -> None:
-        runner = runner_of(engine)
-        use_fake_logits(runner.context)
-        make_rows_free(engine)
-        thinking = Thinking(enabled=True, budget_tokens=20)
-        request = chat("<think>", thinking=thinking, sampling=random_sampling(3), max_tokens=60)
-        texts = []
-        for is_drafting in (False, True):
-            speculate(engine, is_drafting)
-            texts.append((await collect(engine, request)).tokens)
-        assert texts[0] == texts[1]
-        assert runner.accepted
-
-    with_halves(test, context=256)
+@pytest.mark.engine_options(context=256)
+async def test_thinking_budget_ends_at_the_same_token(engine: LlamaEngine) -> None:
+    runner = runner_of(engine)
+    use_fake_logits(runner.context)
+    make_rows_free(engine)
+    thinking = Thinking(enabled=True, budget_tokens=20)
+    request = chat("<think>", thinking=thinking, sampling=random_sampling(3), max_tokens=60)
+    texts = []
+    for is_drafting in (False, True):
+        speculate(engine, is_drafting)
+        texts.append((await collect(engine, request)).tokens)
+    assert texts[0] == texts[1]
+    assert runner.accepted
 
 
 def repeating(end: str = "", **fields: Any) -> GenerationRequest:
@@ -135,67 +145,46 @@ def repeating(end: str = "", **fields: Any) -> GenerationRequest:
     return completion(PARAGRAPHS + end, **given)
 
 
-def test_repeated_text_is_drafted_with_the_same_reply(with_halves: Run) -> None:
-    async def test(engine: LlamaEngine) -> None:
-        runner = runner_of(engine)
-        make_rows_free(engine)
-        requests = [repeating(), repeating(" man told"), completion(CITY, max_tokens=30, logprobs=Logprobs(top=2))]
-        replies = []
-        for is_drafting in (False, True):
-            await clear_memory(engine)
-            speculate(engine, is_drafting)
-            replies.append([await collect(engine, request) for request in requests])
-        assert runner.accepted >= 20
-        assert_same(*replies)
-        assert SEA.startswith(replies[1][0].text[:60], SEA.index(" man"))
-        # Wrong drafts leave no trace in memory: a continuation is the same as without drafts.
-        prompt = tuple(await engine.tokenize(PARAGRAPHS, special=True))
-        longer = (*prompt, *replies[1][0].tokens, *await engine.tokenize(" But then he", special=False))
-        after = completion(longer, logprobs=Logprobs(top=2), max_tokens=12)
-        reused = await collect(engine, after)
-        assert reused.started.cached_tokens >= len(prompt)
+@pytest.mark.engine_options(context=512)
+async def test_repeated_text_is_drafted_with_the_same_reply(engine: LlamaEngine) -> None:
+    runner = runner_of(engine)
+    make_rows_free(engine)
+    requests = [repeating(), repeating(" man told"), completion(CITY, max_tokens=30, logprobs=Logprobs(top=2))]
+    replies = []
+    for is_drafting in (False, True):
         await clear_memory(engine)
-        assert_same([await collect(engine, after)], [reused])
-
-    with_halves(test, context=512)
-
-
-def test_drafts_for_several_replies_in_one_step(with_halves: Run) -> None:
-    async def test(engine: LlamaEngine) -> None:
-        make_rows_free(engine)
-        requests = [repeating(end, max_tokens=24) for end in ("", " man went down", f"\n{CITY[:40]}")]
-        replies = []
-        for is_drafting in (False, True):
-            await clear_memory(engine)
-            speculate(engine, is_drafting)
-            replies.append(list(await asyncio.gather(*(collect(engine, request) for request in requests))))
-        assert runner_of(engine).accepted >= 24
-        assert_same(*replies)
-
-    with_halves(test, slots=3, context=512, gap_ms=100_000)
+        speculate(engine, is_drafting)
+        replies.append([await collect(engine, request) for request in requests])
+    assert runner.accepted >= 20
+    assert_same(*replies)
+    assert SEA.startswith(replies[1][0].text[:60], SEA.index(" man"))
+    # Wrong drafts leave no trace in memory: a continuation is the same as without drafts.
+    prompt = tuple(await engine.tokenize(PARAGRAPHS, special=True))
+    longer = (*prompt, *replies[1][0].tokens, *await engine.tokenize(" But then he", special=False))
+    after = completion(longer, logprobs=Logprobs(top=2), max_tokens=12)
+    reused = await collect(engine, after)
+    assert reused.started.cached_tokens >= len(prompt)
+    await clear_memory(engine)
+    assert_same([await collect(engine, after)], [reused])
 
 
-def test_seeded_reply_is_the_same_with_drafts(with_halves: Run) -> None:
-    """At this temperature the repeated text is nearly certain, so rounding does not change the random choice."""
-
-    async def test(engine: LlamaEngine) -> None:
-        texts = []
-        for is_drafting in (False, True):
-            speculate(engine, is_drafting)
-            make_rows_free(engine)
-            requests = [repeating(sampling=Sampling(temperature=0.4, seed=seed), max_tokens=24) for seed in (1, 2)]
-            texts.append([(await collect(engine, request)).text for request in requests])
-        assert texts[0] == texts[1]
-        assert runner_of(engine).accepted >= 20
-
-    with_halves(test, context=512)
+@pytest.mark.engine_options(slots=3, context=512, gap_ms=100_000)
+async def test_drafts_for_several_replies_in_one_step(engine: LlamaEngine) -> None:
+    make_rows_free(engine)
+    requests = [repeating(end, max_tokens=24) for end in ("", " man went down", f"\n{CITY[:40]}")]
+    replies = []
+    for is_drafting in (False, True):
+        await clear_memory(engine)
+        speculate(engine, is_drafting)
+        replies.append(list(await asyncio.gather(*(collect(engine, request) for request in requests))))
+    assert runner_of(engine).accepted >= 24
+    assert_same(*replies)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_drafts_for_requests_with_a_seed(temperature: float, with_engine: Run) -> None:
+async def test_no_drafts_for_requests_with_a_seed(temperature: float, smollm2_path: Path) -> None:
     """With weights of few bits rounding may change the random choice."""
-
-    async def test(engine: LlamaEngine) -> None:
+    async with running_engine(smollm2_path) as engine:
         make_rows_free(engine)
         runner = runner_of(engine)
         request = repeating(sampling=Sampling(temperature=temperature, seed=7))
@@ -205,12 +194,8 @@ def test_no_drafts_for_requests_with_a_seed(temperature: float, with_engine: Run
         await collect(engine, repeating(sampling=Sampling(temperature=temperature)))
         assert runner.drafted
 
-    with_engine(test, context=512)
 
-
-def test_no_drafts_with_speculation_disabled(with_halves: Run) -> None:
-    async def test(engine: LlamaEngine) -> None:
-        await collect(engine, repeating(max_tokens=20))
-        assert not runner_of(engine).drafted
-
-    with_halves(test, context=512, speculation=False)
+@pytest.mark.engine_options(context=512, speculation=False)
+async def test_no_drafts_with_speculation_disabled(engine: LlamaEngine) -> None:
+    await collect(engine, repeating(max_tokens=20))
+    assert not runner_of(engine).drafted

@@ -10,16 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
+from gguf import GGMLQuantizationType, GGUFReader
+from gguf.quants import dequantize, quantize
 
 from dragoman.cli import main
 from dragoman.core.errors import ConfigError
-from dragoman.engines.llama import hardware
+from dragoman.engines.llama import hardware, tuning
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
-from dragoman.engines.llama.tuning import tuner
-from dragoman.engines.llama.tuning.record import Measurement, Trial, read_record, record_path
-from dragoman.engines.llama.tuning.tuner import choose, thread_counts, tune
+from dragoman.engines.llama.tuning import choose, requantize, thread_counts, tune
+from dragoman.engines.llama.tuning_record import Measurement, Trial, read_record, record_path
+from dragoman.files.gguf import read_metadata
 from tests.engines.layout_fixtures import cut_model
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -32,9 +35,9 @@ def one_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def accept_any_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner, "MIN_COPY_SPEEDUP", 0)
-    monkeypatch.setattr(tuner, "MIN_RELATIVE_SPEED", 0)
-    monkeypatch.setattr(tuner, "MAX_DIVERGENCE", 1e9)
+    monkeypatch.setattr(tuning, "MIN_COPY_SPEEDUP", 0)
+    monkeypatch.setattr(tuning, "MIN_RELATIVE_SPEED", 0)
+    monkeypatch.setattr(tuning, "MAX_DIVERGENCE", 1e9)
 
 
 def mapped_files() -> list[str]:
@@ -86,7 +89,7 @@ def test_tuned_model_is_served_from_the_chosen_copy(
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("one_cpu", "q8_copy")
 def test_slower_copy_is_removed(small: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner, "MIN_COPY_SPEEDUP", 1000)
+    monkeypatch.setattr(tuning, "MIN_COPY_SPEEDUP", 1000)
     steps: list[tuple[str, float]] = []
     record = tune(small, lambda doing, done: steps.append((doing, done)))
     assert (record.chosen.layout, record.file) == ("as-is", small)
@@ -104,7 +107,7 @@ def test_slower_copy_is_removed(small: Path, home: Path, monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("one_cpu")
 def test_failed_candidate_is_not_chosen(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_any_copy(monkeypatch)
-    monkeypatch.setattr(tuner, "requantize", lambda source, target, *_: target.write_bytes(b"GGUF"))
+    monkeypatch.setattr(tuning, "requantize", lambda source, target, *_: target.write_bytes(b"GGUF"))
     record = tune(small)
     assert record.chosen.layout == "as-is"
     assert record.trials[1].measured is None
@@ -119,7 +122,7 @@ def test_model_that_cannot_be_measured(
     path = cut_model(smollm2_path, tmp_path / "lame.gguf", missing="blk.1.ffn_up.weight")
     expected = "blk.1.ffn_up.weight"
     if problem == "time limit":
-        monkeypatch.setattr(tuner, "TRIAL_SECONDS", 0.01)
+        monkeypatch.setattr(tuning, "TRIAL_SECONDS", 0.01)
         expected = "it took more than 0 seconds"
     elif problem == "crash":
         (tmp_path / "sitecustomize.py").write_text("import os\nos.abort()\n")
@@ -265,3 +268,59 @@ def test_thread_counts(monkeypatch: pytest.MonkeyPatch, cpus: int, cores: int, c
     monkeypatch.setattr(hardware, "cpus", lambda: cpus)
     monkeypatch.setattr(hardware, "cores", lambda: cores)
     assert thread_counts() == counts
+
+
+# The copy with Q8_0 weights.
+
+Q4_1, Q8_0 = GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0
+
+
+@pytest.fixture(scope="module")
+def made(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("made") / "made.gguf"
+    parts: list[float] = []
+    requantize(small, target, parts.append)
+    assert parts == sorted(parts)
+    assert parts[-1] == 1
+    return target
+
+
+@pytest.fixture(scope="module")
+def both(small: Path, made: Path) -> tuple[GGUFReader, GGUFReader]:
+    return GGUFReader(small), GGUFReader(made)
+
+
+def test_slow_tensors_match_the_reference_quantization(both: tuple[GGUFReader, GGUFReader]) -> None:
+    slow = 0
+    for old, new in zip(both[0].tensors, both[1].tensors, strict=True):
+        assert (old.name, list(old.shape)) == (new.name, list(new.shape))
+        if old.tensor_type != Q4_1:
+            assert new.tensor_type == old.tensor_type
+            assert new.data.tobytes() == old.data.tobytes()
+            continue
+        slow += 1
+        assert new.tensor_type == Q8_0
+        weights = dequantize(old.data, Q4_1)
+        assert np.array_equal(new.data, quantize(weights, Q8_0))
+        error = np.abs(dequantize(new.data, Q8_0) - weights).max() / np.abs(weights).max()
+        assert error < 0.005
+    assert slow == 7 * 4
+
+
+def test_metadata_is_unchanged_except_file_type(both: tuple[GGUFReader, GGUFReader], small: Path, made: Path) -> None:
+    old, new = ({name: field.contents() for name, field in reader.fields.items()} for reader in both)
+    assert new == old | {"general.file_type": 7}
+    assert read_metadata(made) == read_metadata(small) | {"general.file_type": 7}
+
+
+def test_output_is_deterministic(small: Path, made: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.gguf"
+    requantize(small, again, lambda done: None)
+    assert again.read_bytes() == made.read_bytes()
+
+
+def test_existing_file_is_not_overwritten(small: Path, made: Path) -> None:
+    before = made.read_bytes()
+    with pytest.raises(FileExistsError):
+        requantize(small, made, lambda done: None)
+    assert made.read_bytes() == before

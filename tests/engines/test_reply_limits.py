@@ -10,7 +10,9 @@ from dragoman.engines.reply_limits import ThinkingBudget
 from dragoman.formats import FORMATS
 from dragoman.formats.syntax import Tags, reasoning_tags
 from dragoman.prompt import ChatTemplate
-from tests.engines.llama_fixtures import Run, chat
+from tests.engines.llama_fixtures import builder_of, chat, model_of
+
+pytestmark = pytest.mark.anyio
 
 PAIRS = reasoning_tags(FORMATS["json"])
 
@@ -24,54 +26,46 @@ def test_closing_tag_split_across_tokens(opened: Tags, closed: Tags, cuts: list[
     tracker = budget(100, opened)
     text = f"well{closed.close}The answer"
     for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(text)], strict=True):
-        tracker.read(text[start:end])
-    assert tracker.inside is None
-    tracker.left = 0
-    assert tracker.closing == ()
+        tracker.add_token(text[start:end])
+    assert tracker.open_tags is None
+    tracker.tokens_left = 0
+    assert tracker.closing_tokens == ()
 
 
 @pytest.mark.parametrize("opened", PAIRS)
 def test_closing_tag_matches_the_opening_tag(opened: Tags) -> None:
     tracker = budget(2, opened)
-    tracker.read("one")
-    assert not tracker.closing
-    tracker.read(" two")
-    assert tracker.closing == [PAIRS.index(opened)]
+    tracker.add_token("one")
+    assert not tracker.closing_tokens
+    tracker.add_token(" two")
+    assert tracker.closing_tokens == [PAIRS.index(opened)]
     begun = budget(1, None)
-    begun.read(f"Hm. {opened.open}")
-    begun.read("one")
-    assert begun.closing == [PAIRS.index(opened)]
+    begun.add_token(f"Hm. {opened.open}")
+    begun.add_token("one")
+    assert begun.closing_tokens == [PAIRS.index(opened)]
 
 
-def test_engine_closes_reasoning_opened_by_the_prompt(with_engine: Run) -> None:
-    async def test(engine: LlamaEngine) -> None:
-        assert engine.loaded is not None
-        request_builder, model = engine.loaded.request_builder, engine.loaded.request_builder.model
-        request_builder.format = FORMATS["kimi"]
-        request_builder.template = ChatTemplate(
-            "{{ messages[0].content }}◁think▷\n", bos="", eos="", control=model.control, format=request_builder.format
-        )
-        request = chat("x", thinking=Thinking(effort="none"))
-        made = request_builder.generation(request, request_builder.read(request))
-        assert made.budget is not None
-        assert model.detokenize(made.budget.closing) == "\n◁/think▷\n\n"
-        made.close()
-
-    with_engine(test)
+async def test_engine_closes_reasoning_opened_by_the_prompt(engine: LlamaEngine) -> None:
+    request_builder, model = builder_of(engine), model_of(engine)
+    request_builder.format = FORMATS["kimi"]
+    request_builder.template = ChatTemplate(
+        "{{ messages[0].content }}◁think▷\n", bos="", eos="", control=model.control, format=request_builder.format
+    )
+    request = chat("x", thinking=Thinking(effort="none"))
+    made = request_builder.read_and_build(request)
+    assert made.budget is not None
+    assert model.detokenize(made.budget.closing_tokens) == "\n◁/think▷\n\n"
+    made.close()
 
 
-def test_enabled_thinking_overrides_effort(with_engine: Run) -> None:
-    async def test(engine: LlamaEngine) -> None:
-        assert engine.loaded is not None
-        request_builder = engine.loaded.request_builder
-        for thinking, tokens in (
-            (Thinking(enabled=True, effort="none"), None),
-            (Thinking(enabled=True, effort="none", budget_tokens=9), 9),
-            (Thinking(effort="none", budget_tokens=9), 0),
-            (Thinking(enabled=False, effort="high"), 0),
-        ):
-            request = chat("x", thinking=thinking)
-            found = request_builder.generation(request, request_builder.read(request)).budget
-            assert (None if found is None else found.left) == tokens
-
-    with_engine(test)
+async def test_enabled_thinking_overrides_effort(engine: LlamaEngine) -> None:
+    request_builder = builder_of(engine)
+    for thinking, tokens in (
+        (Thinking(enabled=True, effort="none"), None),
+        (Thinking(enabled=True, effort="none", budget_tokens=9), 9),
+        (Thinking(effort="none", budget_tokens=9), 0),
+        (Thinking(enabled=False, effort="high"), 0),
+    ):
+        request = chat("x", thinking=thinking)
+        found = request_builder.read_and_build(request).budget
+        assert (None if found is None else found.tokens_left) == tokens

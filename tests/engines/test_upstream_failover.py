@@ -7,20 +7,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import httpx
 import pytest
 from tools.ports import free_port
 
+from dragoman.core.engine import stream_events
 from dragoman.core.errors import DragomanError, Unavailable, Unreachable
 from dragoman.core.events import Finished, TextDelta
-from dragoman.core.request import Delivery, GenerationRequest, Message, Text
 from dragoman.engines.upstream import engine as upstream
+from dragoman.engines.upstream import health
 from dragoman.engines.upstream.engine import UpstreamEngine
-from dragoman.engines.upstream.options import UpstreamOptions
-from dragoman.pipeline.event_stream import stream_events
-from dragoman.server.app import App
-from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER
-from tests.engines.upstream_app import upstream_app
+from tests.engines.upstream_app import CHAT, STREAMED, USER, client_of, upstream_app, with_engine
 from tests.support.bad_server import GREETING, HELLO, BadServer, whole
 from tests.support.server_process import Running, serving
 
@@ -30,7 +26,6 @@ SCRIPT = {
     "tokens_per_second": 50,
     "prefill_seconds": 0.2,
 }
-REQUEST = GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),), delivery=Delivery(stream=True))
 
 
 @pytest.fixture
@@ -46,17 +41,14 @@ async def collect_text(engine: UpstreamEngine) -> tuple[str, bool]:
     """Return the text of one generation, and whether it is complete."""
     text, complete = "", False
     with suppress(DragomanError):
-        async for batch in stream_events(engine, REQUEST):
+        async for batch in stream_events(engine, STREAMED):
             text += "".join(event.text for event in batch if isinstance(event, TextDelta))
             complete = complete or isinstance(batch[-1], Finished)
     return text, complete
 
 
 def test_killing_one_of_three_servers_under_load(three: list[Running]) -> None:
-    async def load() -> list[tuple[str, bool]]:
-        urls = tuple(running.url for running in three)
-        engine = UpstreamEngine("m", UpstreamOptions(urls=urls, protocol="chat", health_seconds=0.2))
-        await engine.start()
+    async def load(engine: UpstreamEngine) -> None:
         tasks = []
         for number in range(90):
             tasks.append(asyncio.create_task(collect_text(engine)))
@@ -65,14 +57,11 @@ def test_killing_one_of_three_servers_under_load(three: list[Running]) -> None:
                 os.kill(three[0].process.pid, signal.SIGKILL)
         results = await asyncio.gather(*tasks)
         assert engine.states()[0].state == "out"
-        assert [state.running for state in engine.states()] == [0, 0, 0]
-        await engine.stop()
-        return results
+        assert not [text for text, complete in results if not complete and not text]
+        assert sum(complete for _, complete in results) >= 60
+        assert all(text == "tick " * 20 for text, complete in results if complete)
 
-    results = asyncio.run(load())
-    assert not [text for text, complete in results if not complete and not text]
-    assert sum(complete for _, complete in results) >= 60
-    assert all(text == "tick " * 20 for text, complete in results if complete)
+    with_engine(load, *(running.url for running in three), start=True, health_seconds=0.2)
 
 
 async def serve_greeting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -81,135 +70,98 @@ async def serve_greeting(reader: asyncio.StreamReader, writer: asyncio.StreamWri
     writer.close()
 
 
-def test_server_started_late_becomes_available() -> None:
-    async def scenario() -> None:
-        port = free_port()
-        options = UpstreamOptions(url=f"http://127.0.0.1:{port}", protocol="chat", health_seconds=0.1)
-        engine = UpstreamEngine("m", options)
-        await engine.start()
-        with pytest.raises((Unavailable, Unreachable)):
-            await anext(stream_events(engine, REQUEST))
-        async with await asyncio.start_server(serve_greeting, "127.0.0.1", port):
-            async with asyncio.timeout(60):
-                while engine.states()[0].state != "up":  # noqa: ASYNC110 (servers are probed periodically)
-                    await asyncio.sleep(0.02)
-            assert await collect_text(engine) == ("Hello", True)
-        await engine.stop()
+async def wait_until_up(engine: UpstreamEngine, at: int, port: int) -> None:
+    async with await asyncio.start_server(serve_greeting, "127.0.0.1", port):
+        while engine.states()[at].state != "up":  # noqa: ASYNC110 (servers are probed periodically)
+            await asyncio.sleep(0.02)
+        assert await collect_text(engine) == ("Hello", True)
 
-    asyncio.run(scenario())
+
+def test_server_started_late_becomes_available() -> None:
+    port = free_port()
+
+    async def test(engine: UpstreamEngine) -> None:
+        with pytest.raises((Unavailable, Unreachable)):
+            await anext(stream_events(engine, STREAMED))
+        await wait_until_up(engine, 0, port)
+
+    with_engine(test, f"http://127.0.0.1:{port}", start=True, health_seconds=0.1)
 
 
 def test_servers_started_with_the_pool_are_found_quickly() -> None:
-    async def scenario() -> None:
-        ports = free_port(), free_port()
-        urls = tuple(f"http://127.0.0.1:{port}" for port in ports)
-        engine = UpstreamEngine("m", UpstreamOptions(urls=urls, protocol="chat", health_seconds=600))
-        await engine.start()
+    ports = free_port(), free_port()
+
+    async def test(engine: UpstreamEngine) -> None:
         assert [server.state for server in engine.states()] == ["out", "out"]
         for at, port in enumerate(ports):
             await asyncio.sleep(0.7)
-            async with await asyncio.start_server(serve_greeting, "127.0.0.1", port):
-                async with asyncio.timeout(60):
-                    while engine.states()[at].state != "up":  # noqa: ASYNC110 (servers are probed periodically)
-                        await asyncio.sleep(0.02)
-                assert await collect_text(engine) == ("Hello", True)
-        await engine.stop()
+            await wait_until_up(engine, at, port)
 
-    asyncio.run(scenario())
+    with_engine(test, *(f"http://127.0.0.1:{port}" for port in ports), start=True, health_seconds=600)
 
 
 @pytest.mark.parametrize("early", [0.0, 1.0])
 def test_frequent_probes_end_after_startup(monkeypatch: pytest.MonkeyPatch, early: float) -> None:
-    monkeypatch.setattr(upstream, "STARTUP_SECONDS", early)
-    monkeypatch.setattr(upstream, "STARTUP_PROBE_INTERVAL", 0.3)
+    monkeypatch.setattr(health, "STARTUP_SECONDS", early)
+    monkeypatch.setattr(health, "STARTUP_PROBE_INTERVAL", 0.3)
 
-    async def count_probes() -> int:
-        options = UpstreamOptions(url=f"http://127.0.0.1:{free_port()}", protocol="chat", health_seconds=60)
-        engine = UpstreamEngine("m", options)
-        await engine.start()
+    async def test(engine: UpstreamEngine) -> None:
         await asyncio.sleep(2)
-        probes = engine.states()[0].failures
-        await engine.stop()
-        return probes
+        assert engine.states()[0].failures in (range(2, 6) if early else [1])
 
-    assert asyncio.run(count_probes()) in (range(2, 6) if early else [1])
+    with_engine(test, f"http://127.0.0.1:{free_port()}", start=True, health_seconds=60)
 
 
 def test_server_with_slow_model_list_stays_available(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: BadServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(upstream, "PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(health, "PROBE_SECONDS", 0.1)
     monkeypatch.setattr(upstream, "FIRST_PROBE_SECONDS", 0.05)
 
-    async def talk(url: str) -> None:
-        engine = UpstreamEngine("m", UpstreamOptions(url=url, protocol="chat", health_seconds=0.01))
-        await engine.start()
+    async def test(engine: UpstreamEngine) -> None:
         for _ in range(8):
             assert await collect_text(engine) == ("Hello", True)
             await asyncio.sleep(0.1)
         assert engine.states()[0].state == "up"
-        await engine.stop()
 
-    with BadServer() as server:
-        server.play(HELLO)
-        server.also(["hang"], path="/v1/models")
-        asyncio.run(talk(server.url))
+    server.play(HELLO)
+    server.also(["hang"], path="/v1/models")
+    with_engine(test, server.url, start=True, health_seconds=0.01)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) < 9
     assert "is slow: listing its models takes longer than 0.1 s" in messages[0]
 
 
-def send_admin_request(app: App, method: str, path: str, **fields: object) -> httpx.Response:
-    async def ask() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-            await client.post(
-                "/v1/chat/completions", json={"model": "m", "messages": [{"role": "user", "content": "x"}]}
-            )
-            answer = await client.request(
-                method, path, json=fields or None, headers={ADMIN_TOKEN_HEADER: app.admin_token}
-            )
-        await app.stop()
-        return answer
+def test_admin_routes_list_and_drain_servers(server: BadServer, other: BadServer) -> None:
+    server.play(HELLO)
+    other.play(HELLO)
 
-    return asyncio.run(ask())
+    async def talk() -> None:
+        async with client_of(upstream_app(server.url, {"url": other.url, "weight": 2})) as client:
+            await client.post(CHAT, json={"model": "m", "messages": USER})
+            listed = (await client.get("/admin/upstreams")).json()["data"]
+            assert [(entry["model"], entry["url"]) for entry in listed] == [("m", server.url), ("m", other.url)]
+            for url in (server.url, f"{server.url}/", f"{server.url}/v1"):
+                for drain, state in ((True, "drained"), (False, "up")):
+                    body = {"model": "m", "url": url, "drain": drain}
+                    changed = (await client.post("/admin/upstreams/drain", json=body)).json()["data"]
+                    assert [entry["state"] for entry in changed] == [state, "up"]
+            unknown = await client.post("/admin/upstreams/drain", json={"model": "m", "url": "http://other"})
+            assert unknown.status_code == 404
 
-
-def test_admin_routes_list_and_drain_servers() -> None:
-    with BadServer() as one, BadServer() as two:
-        one.play(HELLO)
-        two.play(HELLO)
-        app = upstream_app(one.url, {"url": two.url, "weight": 2})
-        servers = send_admin_request(app, "GET", "/admin/upstreams").json()["data"]
-        assert [(server["model"], server["url"], server["state"]) for server in servers] == [
-            ("m", one.url, "up"),
-            ("m", two.url, "up"),
-        ]
-        path = "/admin/upstreams/drain"
-        for url in (one.url, f"{one.url}/", f"{one.url}/v1"):
-            drained = send_admin_request(upstream_app(one.url, two.url), "POST", path, model="m", url=url)
-            assert [server["state"] for server in drained.json()["data"]] == ["drained", "up"]
-        back = send_admin_request(upstream_app(one.url), "POST", path, model="m", url=one.url, drain=False)
-        assert back.json()["data"][0]["state"] == "up"
-        unknown = send_admin_request(upstream_app(one.url), "POST", path, model="m", url="http://other")
-        assert unknown.status_code == 404
+    asyncio.run(talk())
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_no_reachable_server(count: int) -> None:
-    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(count)]
-    app = upstream_app(*urls)
-    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-
-    async def ask() -> tuple[list[httpx.Response], httpx.Response, httpx.Response]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-            answers = [await client.post("/v1/chat/completions", json=body)]
-            await asyncio.sleep(1.2)
-            answers += [await client.post("/v1/chat/completions", json=body) for _ in range(3)]
+    async def talk() -> None:
+        async with client_of(upstream_app(*(f"http://127.0.0.1:{free_port()}" for _ in range(count)))) as client:
+            for pause in (1.2, 0, 0, 0):
+                answer = await client.post(CHAT, json={"model": "m", "messages": USER})
+                assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
+                await asyncio.sleep(pause)
             ready, models = await client.get("/ready"), await client.get("/v1/models")
-        await app.stop()
-        return answers, ready, models
+        assert (ready.status_code, ready.json()["models"]) == (503, {"m": "out"})
+        assert models.json()["data"][0]["state"] == "out"
 
-    answers, ready, models = asyncio.run(ask())
-    assert [(answer.status_code, "retry-after" in answer.headers) for answer in answers] == [(503, True)] * 4
-    assert (ready.status_code, ready.json()["models"]) == (503, {"m": "out"})
-    assert models.json()["data"][0]["state"] == "out"
+    asyncio.run(talk())

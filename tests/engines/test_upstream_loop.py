@@ -11,13 +11,13 @@ from tools.ports import free_port
 from dragoman.core import loop_guard
 from dragoman.core.errors import LoopDetected
 from dragoman.server.app import App
-from tests.engines.upstream_app import ask, upstream_app
-from tests.support.bad_server import CHAT, HELLO, BadServer
+from tests.engines.upstream_app import CHAT, USER, ask, upstream_app
+from tests.support.bad_server import HELLO, BadServer
 
 ASKS: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+    "/v1/chat/completions": {"messages": USER},
     "/v1/embeddings": {"input": "hello"},
-    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hello"}]},
+    "/v1/messages/count_tokens": {"messages": USER},
 }
 
 
@@ -60,16 +60,15 @@ def test_loop_is_detected_after_one_round(path: str, length: int) -> None:
     assert counts == [2] + [1] * (length - 1)
 
 
-def test_via_header_is_extended_if_valid() -> None:
-    with BadServer() as server:
-        server.play(HELLO)
-        before = f"{'a' * 16},{'b' * 16}"
-        for received, prefix in {before: f"{before},", "../etc, x": "", "": ""}.items():
-            assert ask(upstream_app(server.url), headers={"x-dragoman-via": received}).status_code == 200
-            head = next(head for head in reversed(server.heads) if CHAT in head)
-            line = next(line for line in head.split("\r\n") if line.startswith("x-dragoman-via: "))
-            assert line.startswith(f"x-dragoman-via: {prefix}")
-            assert len(line) == len(f"x-dragoman-via: {prefix}") + 16
+def test_via_header_is_extended_if_valid(server: BadServer) -> None:
+    server.play(HELLO)
+    before = f"{'a' * 16},{'b' * 16}"
+    for received, prefix in {before: f"{before},", "../etc, x": "", "": ""}.items():
+        assert ask(upstream_app(server.url), headers={"x-dragoman-via": received}).status_code == 200
+        head = next(head for head in reversed(server.heads) if CHAT in head)
+        line = next(line for line in head.split("\r\n") if line.startswith("x-dragoman-via: "))
+        assert line.startswith(f"x-dragoman-via: {prefix}")
+        assert len(line) == len(f"x-dragoman-via: {prefix}") + 16
 
 
 def test_number_of_hops_is_limited() -> None:

@@ -8,15 +8,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dragoman.core.request import GenerationRequest, Message, Text, Tool
 from dragoman.engines.upstream.pool import (
+    BLOCK,
     MAX_FAILURES,
     MAX_SUSPENSION_SECONDS,
     RECENT_SECONDS,
     SLACK,
     SLACK_SHARE,
     PoolMember,
+    PrefixIndex,
     ServerPool,
+    hash_prefixes,
 )
-from dragoman.engines.upstream.prefix_index import BLOCK, PrefixIndex, hash_prefixes
 
 
 class Clock:

@@ -3,23 +3,19 @@
 import asyncio
 from pathlib import Path
 
-import httpx
 import pytest
 
 from dragoman.config.loading import Flags, load_settings
-from dragoman.config.model_spec import ModelSpec
-from dragoman.config.settings import Settings
-from dragoman.server.factory import build_app, create_app
 from dragoman.server.http.server import tls_context
-from tests.engines.upstream_app import ask, ask_all, sent, upstream_app
-from tests.server.test_connections import certified
+from dragoman.server.routes import build_app
+from tests.engines.upstream_app import CHAT, USER, ask, ask_all, client_of, sent, upstream_app
 from tests.support.bad_server import (
-    CHAT,
     HELLO,
     BadServer,
     answer,
     refused,
 )
+from tests.support.certificates import write_certificate
 
 
 def test_redirects_are_not_followed(server: BadServer, other: BadServer) -> None:
@@ -45,7 +41,7 @@ def test_only_the_configured_proxy_is_used(
 
 
 def test_https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tls = certified(tmp_path)
+    tls = write_certificate(tmp_path)
     with BadServer(tls_context(tls)) as server:
         server.play(HELLO)
         # The certificate is signed by an unknown authority.
@@ -62,34 +58,27 @@ def test_https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_image_urls_need_the_option(server: BadServer, other: BadServer, allowed: bool) -> None:
     server.play(HELLO)
     other.play(HELLO, path="/cat.png")
-    picture = {"type": "image_url", "image_url": {"url": f"{other.url}/cat.png"}}
-    response = ask(upstream_app(server.url, image_urls=allowed), messages=[{"role": "user", "content": [picture]}])
-    assert response.status_code == (200 if allowed else 400)
+    app = upstream_app(server.url, image_urls=allowed)
+    links = (f"{other.url}/cat.png", "data:image/png;base64,iVBORw0KGgo=")
+    pictures = [[{"type": "image_url", "image_url": {"url": link}}] for link in links]
+    responses = ask_all(app, [{"messages": [{"role": "user", "content": picture}]} for picture in pictures])
+    assert [response.status_code for response in responses] == [200 if allowed else 400, 200]
     assert not other.requests
-    assert bool(server.requests[CHAT]) is allowed
-
-
-def test_image_data_is_passed_on(server: BadServer) -> None:
-    server.play(HELLO)
-    data = "data:image/png;base64,iVBORw0KGgo="
-    picture = {"type": "image_url", "image_url": {"url": data}}
-    assert ask(upstream_app(server.url), messages=[{"role": "user", "content": [picture]}]).status_code == 200
-    assert sent(server)[0]["messages"][0]["content"][0]["image_url"]["url"] == data
+    passed_on = [body["messages"][0]["content"][0]["image_url"]["url"] for body in sent(server)]
+    assert passed_on == list(links if allowed else links[1:])
 
 
 def test_all_models_of_a_server(server: BadServer) -> None:
     server.play(HELLO)
     server.also(answer({"data": [{"id": "Org/Big", "max_model_len": 99}, {"id": "small"}]}), path="/v1/models")
     server.also(answer({"data": [{"embedding": [3, 4]}]}), path="/v1/embeddings")
-    options = {"url": server.url, "models": "all", "protocol": "chat", "health_seconds": 0}
-    app = create_app(settings=Settings(models=(ModelSpec("cloud", "upstream", options=options),), models_dir=()))
+    app = upstream_app(server.url, name="cloud", models="all")
 
     async def talk() -> None:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with client_of(app) as client:
             listed = (await client.get("/v1/models")).json()["data"]
             assert [entry["id"] for entry in listed] == ["cloud/Org/Big", "cloud/small"]
-            body = {"model": "cloud/org/big", "messages": [{"role": "user", "content": "hello"}]}
+            body = {"model": "cloud/org/big", "messages": USER}
             reply = await client.post(CHAT, json=body)
             assert reply.json()["model"] == "cloud/Org/Big"
             assert (await client.post(CHAT, json=body | {"model": "cloud/none"})).status_code == 404
@@ -104,7 +93,6 @@ def test_all_models_of_a_server(server: BadServer) -> None:
             assert made.json()["data"][0]["embedding"] == pytest.approx([0.6, 0.8])
             asked = {"model": "cloud/org/big", "query": "a", "documents": ["b"]}
             assert (await client.post("/v1/rerank", json=asked)).status_code == 502
-        await app.stop()
 
     asyncio.run(talk())
     assert [body["model"] for body in sent(server)] == ["Org/Big"] * 2
@@ -114,18 +102,14 @@ def test_all_models_of_a_server(server: BadServer) -> None:
 def test_unknown_model_names_are_not_metric_labels(server: BadServer) -> None:
     server.play(refused("404 Not Found", code="model_not_found"))
     server.also(refused("404 Not Found"), path="/v1/models")
-    options = {"url": server.url, "models": "all", "protocol": "chat", "health_seconds": 0}
-    app = create_app(settings=Settings(models=(ModelSpec("cloud", "upstream", options=options),), models_dir=()))
+    app = upstream_app(server.url, name="cloud", models="all")
 
     async def talk() -> str:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with client_of(app) as client:
             for name in ("cloud/made-up", "cloud/made-up-too"):
-                body = {"model": name, "messages": [{"role": "user", "content": "hello"}]}
+                body = {"model": name, "messages": USER}
                 assert (await client.post(CHAT, json=body)).status_code == 404
-            page = (await client.get("/metrics")).text
-        await app.stop()
-        return page
+            return (await client.get("/metrics")).text
 
     page = asyncio.run(talk())
     assert 'model="cloud"' in page

@@ -2,37 +2,17 @@
 
 import asyncio
 import gzip
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 
 import pytest
 
 from dragoman.core.errors import BadRequest, DragomanError, StreamCutOff
 from dragoman.core.events import Event, Finished, Listener, TextDelta
-from dragoman.core.request import GenerationRequest, Message, Text
 from dragoman.engines.upstream.engine import UpstreamEngine
-from dragoman.engines.upstream.options import UpstreamOptions
+from tests.engines.upstream_app import REQUEST, with_engine
 from tests.support.bad_server import DONE, END, GREETING, HELLO, SILENCE, BadServer, Script, cut, delta, stream, whole
 
-REQUEST = GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),))
 DIGITS = [delta(content=str(digit)) for digit in range(10)]
-
-
-def with_engine(
-    server: BadServer, use: Callable[[UpstreamEngine], Awaitable[None]], silence: float | None = None
-) -> None:
-    silence = silence or server.silence
-
-    async def used() -> None:
-        options = UpstreamOptions(url=server.url, protocol="chat", health_seconds=0, silence_seconds=silence)
-        engine = UpstreamEngine("m", options)
-        try:
-            async with asyncio.timeout(60):
-                await use(engine)
-            assert engine.states()[0].running == 0
-        finally:
-            await engine.stop()
-
-    asyncio.run(used())
 
 
 def collect_events(
@@ -46,10 +26,10 @@ def collect_events(
         return None if listener is None else listener(ready)
 
     async def ask(engine: UpstreamEngine) -> None:
-        await engine.tell(REQUEST, note)
+        await engine.deliver(REQUEST, note)
 
     server.play(*scripts)
-    with_engine(server, ask, silence)
+    with_engine(ask, server.url, silence_seconds=silence or server.silence)
     return events
 
 
@@ -93,6 +73,9 @@ def test_listener_is_awaited_before_the_next_batch(server: BadServer) -> None:
 
     slowly = [part for digit in DIGITS for part in (digit, 0.004)]
     assert text(collect_events(server, stream(*slowly, END, DONE), listener=listener)) == "0123456789"
+    # The connection pauses too.
+    large = stream(*[delta(content="x" * 1_000_000)] * 6, END, DONE)
+    assert len(text(collect_events(server, large, listener=listener))) == 6_000_000
 
 
 @pytest.mark.parametrize("last", [0, 4])
@@ -112,7 +95,7 @@ def test_cancelling_closes_the_connection(server: BadServer) -> None:
 
     async def leave(engine: UpstreamEngine) -> None:
         received: list[Event] = []
-        task = asyncio.create_task(engine.tell(REQUEST, received.extend))
+        task = asyncio.create_task(engine.deliver(REQUEST, received.extend))
         while text(received) != "012":  # noqa: ASYNC110 (filled by another task)
             await asyncio.sleep(0.005)
         task.cancel()
@@ -120,7 +103,7 @@ def test_cancelling_closes_the_connection(server: BadServer) -> None:
             await task
         assert await asyncio.to_thread(server.left.wait, 60)
 
-    with_engine(server, leave)
+    with_engine(leave, server.url)
 
 
 @pytest.mark.parametrize("act", ["close", "reset", "hang"])
@@ -144,8 +127,8 @@ def test_connection_is_reused(server: BadServer) -> None:
 
     async def ask(engine: UpstreamEngine) -> None:
         for _ in range(4):
-            await engine.tell(REQUEST, lambda events: None)
+            await engine.deliver(REQUEST, lambda events: None)
             await asyncio.sleep(0.02)
 
-    with_engine(server, ask)
+    with_engine(ask, server.url)
     assert server.connections == 1

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from dragoman.config.model_spec import ModelSpec
-from dragoman.engines.vllm.config_errors import describe_error, find_errors, last_line
-from dragoman.engines.vllm.options import VllmOptions, build_engine_args
-from dragoman.models.static_info import find_missing_files, read_static_info
+from dragoman.engines.vllm.options import VllmOptions, build_engine_args, describe_error, find_errors, last_line
+from dragoman.models import read_static_info
 from tests.cli.test_cli import run
 from tests.engines.vllm_model import WITH_VLLM
 
@@ -124,7 +123,7 @@ def test_home_directory_is_expanded_in_every_path(tmp_path: Path, monkeypatch: p
     args = build_engine_args(options)
     assert (args["model"], args["max_lora_rank"]) == (folder, 16)
     spec = ModelSpec("m", "vllm", "~/m")
-    assert (find_missing_files([spec]), read_static_info(spec).context) == ([], 77)
+    assert (spec.locate(), read_static_info(spec).context) == (Path(folder), 77)
 
 
 @WITHOUT_VLLM

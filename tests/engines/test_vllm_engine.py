@@ -17,6 +17,7 @@ from dragoman.core.errors import (
     NotSupported,
 )
 from dragoman.core.events import Finished, Started, TextDelta, Usage
+from dragoman.core.features import Feature
 from dragoman.core.request import (
     Asked,
     GenerationRequest,
@@ -137,7 +138,7 @@ def test_unsatisfiable_schema_is_rejected_with_its_field() -> None:
     async def test(made: WorkerEngine) -> None:
         shape = JsonSchema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
         assert text_of(await events(made, chat('{"a": 1}', constraint=shape))) == '{"a": 1}'
-        asked = (Asked("constraint", "response_format"),)
+        asked = (Asked(Feature.CONSTRAINT, "response_format"),)
         with pytest.raises(BadRequest) as raised:
             await events(made, chat("x", constraint=JsonSchema({"type": "strange"}), asked=asked))
         assert raised.value.param
@@ -181,7 +182,7 @@ def test_reasoning_is_closed_when_its_budget_is_used_up() -> None:
 @pytest.mark.parametrize("constraint", [OneOf(("yes", "no")), None])
 def test_logprobs_of_constrained_reply_are_reported_as_ignored(constraint: OneOf | None) -> None:
     async def test(made: WorkerEngine) -> None:
-        asked = Asked("logprobs", "top_logprobs"), Asked("logprobs", "best_of")
+        asked = Asked(Feature.LOGPROBS, "top_logprobs"), Asked(Feature.LOGPROBS, "best_of")
         started, first, *_ = await events(made, chat("yes", constraint=constraint, logprobs=Logprobs(2), asked=asked))
         assert isinstance(started, Started)
         assert isinstance(first, TextDelta)
@@ -218,7 +219,7 @@ def test_background_failure_fails_only_its_request(request_given: GenerationRequ
         with pytest.raises(EngineFailed):
             await events(made, request_given)
         assert text_of(await beside) == numbers(50)
-        assert await made.tokenize("", False) == (0, 0)
+        assert await made.tokenize("", False) == (0,)
 
     with_engine(test, "tests.engines.vllm_faults:Faulty", format="hermes")
 
@@ -233,7 +234,17 @@ def test_step_that_cannot_be_processed_fails_all_requests() -> None:
     with_engine(test, "tests.engines.vllm_faults:Faulty")
 
 
-def adapter(folder: Path, rank: int) -> str:
+async def start_fails(error: type[Exception], words: str | None, **options: Any) -> None:
+    made = WorkerEngine("vllm", "m", {"path": "some/model", **options})
+    try:
+        async with asyncio.timeout(60):
+            with pytest.raises(error, match=words):
+                await made.start()
+    finally:
+        await made.stop()
+
+
+def adapter(folder: Path, rank: int = 8) -> str:
     folder.mkdir()
     (folder / "adapter_config.json").write_text(f'{{"r": {rank}}}')
     (folder / "adapter_model.bin").touch()
@@ -256,44 +267,19 @@ def test_adapters_are_listed_as_models(tmp_path: Path, monkeypatch: pytest.Monke
     ("rank", "args", "words"), [(600, {}, "LoRA rank 600"), (8, {"enable_lora": False}, "max_loras exceeded")]
 )
 def test_adapter_rejected_by_vllm_is_named(tmp_path: Path, rank: int, args: dict[str, Any], words: str) -> None:
-    async def main() -> None:
-        given = {"path": "some/model", "adapters": {"x": adapter(tmp_path / "x", rank)}, "args": args}
-        made = WorkerEngine("vllm", "m", given)
-        try:
-            with pytest.raises(ConfigError, match=f"adapter x cannot be loaded: .*{words}"):
-                await made.start()
-        finally:
-            await made.stop()
-
-    asyncio.run(main())
+    adapters = {"x": adapter(tmp_path / "x", rank)}
+    words = f"adapter x cannot be loaded: .*{words}"
+    asyncio.run(start_fails(ConfigError, words, adapters=adapters, args=args))
 
 
 @pytest.mark.parametrize(("name", "error"), [("large", ModelFailed), ("odd", ConfigError)])
 def test_out_of_memory_for_adapter_is_no_config_error(tmp_path: Path, name: str, error: type[Exception]) -> None:
-    async def main() -> None:
-        made = WorkerEngine("vllm", "m", {"path": "some/model", "adapters": {name: adapter(tmp_path / "x", 8)}})
-        try:
-            with pytest.raises(error):
-                await made.start()
-        finally:
-            await made.stop()
-
-    asyncio.run(main())
+    asyncio.run(start_fails(error, None, adapters={name: adapter(tmp_path / "x")}))
 
 
 @pytest.mark.parametrize("dies_in", ["tasks", "loras", "settings"])
 def test_engine_process_death_during_start_fails_the_start(tmp_path: Path, dies_in: str) -> None:
-    async def main() -> None:
-        given = {"path": "some/model", "adapters": {"x": adapter(tmp_path / "x", 8)}, "args": {"dies_in": dies_in}}
-        made = WorkerEngine("vllm", "m", given)
-        try:
-            async with asyncio.timeout(60):
-                with pytest.raises(ModelFailed):
-                    await made.start()
-        finally:
-            await made.stop()
-
-    asyncio.run(main())
+    asyncio.run(start_fails(ModelFailed, None, adapters={"x": adapter(tmp_path / "x")}, args={"dies_in": dies_in}))
 
 
 @pytest.mark.parametrize("isolate", [True, False])
@@ -317,8 +303,8 @@ def test_pooling_model_embeds() -> None:
     async def test(made: WorkerEngine) -> None:
         assert made.supports() == {"embeddings", "tokenize"}
         first, same, other = await made.embed(["abba", "abba", (100, 101)])
-        assert first.likeness(same) == pytest.approx(1)
-        assert first.likeness(other) < 0.99
+        assert first.cosine_similarity(same) == pytest.approx(1)
+        assert first.cosine_similarity(other) < 0.99
         assert (first.tokens, other.tokens) == (4, 2)
         with pytest.raises(ContextTooLong):
             await made.embed(["a" * 5000])
@@ -337,7 +323,7 @@ def test_nan_embedding_fails_only_its_request() -> None:
         assert [type(result) for result in results] == [tuple, EngineFailed, EngineFailed, tuple]
         assert len(await made.embed(["abba"])) == 1
         assert made._worker is not None
-        assert not made._worker.busy
+        assert not made._worker.unfinished
 
     with_engine(test, args={"runner": "pooling"})
 
@@ -352,8 +338,6 @@ def test_nan_embedding_fails_only_its_request() -> None:
         ),
         ({"args": {"max-num-seqs": 0}}, "vllm: some/model: args.max-num-seqs: Input should be greater"),
         ({"path": "broken"}, "no such model"),
-        ({"path": "starved"}, "vllm: starved: ValueError: No available memory for the cache blocks."),
-        ({"path": "silent"}, "vllm: silent: Engine core initialization failed."),
         (
             {"context": 5, "args": {"max_model_len": 6}},
             "args.max_model_len: already set by the option context",
@@ -367,12 +351,10 @@ def test_nan_embedding_fails_only_its_request() -> None:
     ],
 )
 def test_config_errors_at_start(options: dict[str, Any], words: str) -> None:
-    async def main() -> None:
-        made = WorkerEngine("vllm", "m", {"path": "some/model", **options})
-        try:
-            with pytest.raises(ConfigError, match=re.escape(words)):
-                await made.start()
-        finally:
-            await made.stop()
+    asyncio.run(start_fails(ConfigError, re.escape(words), **options))
 
-    asyncio.run(main())
+
+def test_output_of_processes_that_do_not_start_is_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    words = r"vllm: starved: Engine core initialization failed.*the server's log"
+    asyncio.run(start_fails(ConfigError, words, path="starved"))
+    assert "ValueError: No available memory for the cache blocks" in capfd.readouterr().err

@@ -7,10 +7,10 @@ from contextlib import aclosing
 
 import pytest
 
+from dragoman.core.engine import stream_events
 from dragoman.core.errors import EngineDied
 from dragoman.core.events import Finished
 from dragoman.ipc.worker_engine import WorkerEngine
-from dragoman.pipeline.event_stream import stream_events
 from tests.engines.fake_vllm_engine import (
     chat,
     engine,
@@ -59,7 +59,7 @@ def test_cancelling_streams_leaves_others_intact() -> None:
         assert text_of(await asyncio.wait_for(events(made, chat("count 3")), 20)) == numbers(3)
         assert made.kv_used is not None
         assert made._worker is not None
-        assert not made._worker.streams
+        assert not made._worker.unfinished
 
     with_engine(test, args={"steps_per_second": 100, "max_num_seqs": 384})
 

@@ -54,16 +54,7 @@ def test_spaced_names_decode_spaces_and_bytes() -> None:
     tokens = HfVocabulary(tokenizer(Spaced()), 8)
     assert tokens.kind == "spaced"
     decoder = tokens.create_decoder()
-    assert [decoder.feed(token) for token in (0, 1, 2, 3, 4, 5, 6, 7)] == [
-        " Hello",
-        " ",
-        "",
-        "",
-        "",
-        "😀",
-        "wörld",
-        "",
-    ]
+    assert "|".join(decoder.feed(token) for token in range(8)) == " Hello| ||||😀|wörld|"
 
 
 def test_requested_markers_are_visible_except_ends() -> None:

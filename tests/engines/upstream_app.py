@@ -2,24 +2,48 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import msgspec
 
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
+from dragoman.core.request import Delivery, GenerationRequest, Message, Text
+from dragoman.engines.upstream.engine import UpstreamEngine
+from dragoman.engines.upstream.options import UpstreamOptions
 from dragoman.server.app import App
-from dragoman.server.factory import create_app
+from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER
+from dragoman.server.routes import create_app
 from tests.support.bad_server import BadServer
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
+REQUEST = GenerationRequest(model="m", messages=(Message("user", (Text("hello"),)),))
+DEFAULT_SETTINGS = Settings()
+STREAMED = GenerationRequest(model="m", messages=REQUEST.messages, delivery=Delivery(stream=True))
 
 
-def upstream_app(*urls: str | Mapping[str, Any], **options: Any) -> App:
+def upstream_app(
+    *urls: str | Mapping[str, Any], name: str = "m", settings: Settings = DEFAULT_SETTINGS, **options: Any
+) -> App:
     values = {"urls": list(urls), "protocol": "chat", "health_seconds": 0} | options
-    return create_app(settings=Settings(models=(ModelSpec("m", "upstream", options=values),)))
+    model = ModelSpec(name, "upstream", options=values)
+    return create_app(settings=msgspec.structs.replace(settings, models=(model,), models_dir=()))
+
+
+@asynccontextmanager
+async def client_of(app: App) -> AsyncIterator[httpx.AsyncClient]:
+    """A client on this machine that may use admin routes. Stops the app at the end."""
+    transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
+    headers = {ADMIN_TOKEN_HEADER: app.admin_token}
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
+            yield client
+    finally:
+        await app.stop()
 
 
 def ask(app: App, path: str = CHAT, headers: Mapping[str, str] | None = None, **fields: Any) -> httpx.Response:
@@ -36,16 +60,32 @@ def ask_all(
 async def ask_all_async(
     app: App, bodies: list[dict[str, Any]], path: str = CHAT, headers: Mapping[str, str] | None = None
 ) -> list[httpx.Response]:
-    transport = httpx.ASGITransport(app)
-    try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as client:
-            return [
-                await client.post(path, json={"model": "m", "messages": USER} | body, headers=headers)
-                for body in bodies
-            ]
-    finally:
-        await app.stop()
+    async with client_of(app) as client:
+        return [
+            await client.post(path, json={"model": "m", "messages": USER} | body, headers=headers, timeout=30)
+            for body in bodies
+        ]
 
 
 def sent(server: BadServer, path: str = CHAT) -> list[dict[str, Any]]:
     return [json.loads(body) for body in server.requests[path]]
+
+
+def with_engine(
+    use: Callable[[UpstreamEngine], Awaitable[None]], *urls: str, start: bool = False, **fields: Any
+) -> None:
+    """Run a test with an engine, which must end all its generations."""
+
+    async def main() -> None:
+        options = UpstreamOptions(urls=urls, protocol="chat", **{"health_seconds": 0, **fields})
+        engine = UpstreamEngine("m", options)
+        try:
+            async with asyncio.timeout(60):
+                if start:
+                    await engine.start()
+                await use(engine)
+            assert not any(server.running for server in engine.states())
+        finally:
+            await engine.stop()
+
+    asyncio.run(main())

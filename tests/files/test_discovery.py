@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from dragoman.core.errors import ConfigError
 from dragoman.files import discovery as discovery_module
 from dragoman.files.discovery import DiscoveredModel, Discovery, list_names
 from dragoman.files.gguf import Value, read_metadata
-from tests.files.test_gguf import gguf, header, pair, sparse, text
+from tests.support.gguf_files import gguf, header, pair, sparse, text
 
 
 def model(architecture: str = "llama", file_type: int | None = None, size: int = 0) -> bytes:
@@ -55,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def discovery(folder: Path) -> Discovery:
     made = Discovery([folder, folder / "not there"])
-    made.look()
+    made.scan()
     return made
 
 
@@ -84,10 +83,10 @@ def test_ambiguous_last_part_matches_nothing(tmp_path: Path, caplog: pytest.LogC
     (tmp_path / "half-00001-of-00002.gguf").write_bytes(model())
     discovery = Discovery([tmp_path])
     for _ in range(3):
-        discovery.look()
+        discovery.scan()
     assert caplog.text.count("is not complete") == 1
     assert discovery.resolve("same") is None
-    assert [found.name for found in discovery.called("same")] == ["a/same", "b/same-Q8_0", "b/same"]
+    assert [found.name for found in discovery.find_all("same")] == ["a/same", "b/same-Q8_0", "b/same"]
     names = {requested: found.name for requested in REQUESTED if (found := discovery.resolve(requested))}
     assert names == REQUESTED
 
@@ -143,7 +142,7 @@ def test_second_scan_sees_new_and_removed_files(folder: Path, discovery: Discove
     (folder / "Tiny.gguf").write_bytes(model("phi3", file_type=7))
     (folder / "new.gguf").write_bytes(model())
     (folder / "Big-Q8_0.gguf").unlink()
-    discovery.look()
+    discovery.scan()
     tiny = discovery.found["tiny"]
     assert isinstance(tiny, DiscoveredModel)
     assert (tiny.architecture, tiny.quantisation) == ("phi3", "Q8_0")
@@ -153,7 +152,7 @@ def test_second_scan_sees_new_and_removed_files(folder: Path, discovery: Discove
 
 def names(folder: Path) -> list[str]:
     found = Discovery([folder])
-    found.look()
+    found.scan()
     return sorted(entry.name for entry in found.found.values())
 
 
@@ -199,12 +198,6 @@ def test_special_files_do_not_hang_or_break_the_listing(
     assert "its name is not UTF-8" in caplog.text
 
 
-def test_reading_a_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.gguf")
-    with pytest.raises(ConfigError, match="not a regular file"):
-        read_metadata(tmp_path / "pipe.gguf")
-
-
 def test_sparse_files_are_refused_and_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "good.gguf").write_bytes(model())
     for at in range(3):
@@ -218,7 +211,7 @@ def test_sparse_files_are_refused_and_read_once(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(discovery_module, "read_metadata", reading)
     discovery = Discovery([tmp_path])
     for _ in range(3):
-        discovery.look()
+        discovery.scan()
     assert list(discovery.found) == ["good"]
     assert len(opened) == 4
     replaced = tmp_path / "new"
@@ -226,7 +219,7 @@ def test_sparse_files_are_refused_and_read_once(tmp_path: Path, monkeypatch: pyt
     before = (tmp_path / "good.gguf").stat()
     os.utime(replaced, ns=(before.st_atime_ns, before.st_mtime_ns))
     replaced.replace(tmp_path / "good.gguf")
-    discovery.look()
+    discovery.scan()
     assert len(opened) == 5
 
 
@@ -235,10 +228,10 @@ def test_slow_scan_leaves_new_files_to_the_next_scan(tmp_path: Path, monkeypatch
         (tmp_path / f"m{at}.gguf").write_bytes(model(size=at))
     monkeypatch.setattr(discovery_module, "MAX_SCAN_SECONDS", -1.0)
     discovery = Discovery([tmp_path])
-    discovery.look()
+    discovery.scan()
     assert discovery.found == {}
     monkeypatch.setattr(discovery_module, "MAX_SCAN_SECONDS", 60.0)
-    discovery.look()
+    discovery.scan()
     assert len(discovery.found) == 3
 
 

@@ -15,9 +15,9 @@ from dragoman.cli import main
 from dragoman.config.loading import Flags, load_settings
 from dragoman.core.errors import ConfigError
 from dragoman.files import sources
-from dragoman.files.download import local_path
+from dragoman.files.addresses import local_path
 from tests.cli.test_cli import run
-from tests.files.test_gguf import WHOLE
+from tests.support.gguf_files import WHOLE, visible_files
 
 MODEL = WHOLE + bytes(range(256)) * 20_000
 DIGEST = hashlib.sha256(MODEL).hexdigest()
@@ -106,10 +106,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     thread.join()
 
 
-def visible(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-
-
 def test_file_is_downloaded_once(site: Site, tmp_path: Path) -> None:
     source = f"{site.url}/models/m.gguf"
     assert sources.locate(source) is None
@@ -132,7 +128,7 @@ def test_partial_file_of_an_earlier_run_is_used(site: Site, tmp_path: Path, monk
     site.cut = [100_000, 0]
     with pytest.raises(ConfigError, match="the part received is kept: try again to resume"):
         sources.fetch(source)
-    assert visible(tmp_path / "home") == []
+    assert visible_files(tmp_path / "home") == []
     assert sources.fetch(source).read_bytes() == MODEL
     assert site.ranges()[-1] == "bytes=100000-"
 
@@ -169,7 +165,7 @@ def test_invalid_file_is_deleted(
         site.files["/models/m.gguf"] = content
     with pytest.raises(ConfigError, match=message):
         sources.fetch(f"{site.url}/models/m.gguf{fragment}")
-    assert visible(tmp_path / "home") == []
+    assert visible_files(tmp_path / "home") == []
 
 
 def test_password_in_address_is_not_shown(site: Site) -> None:
@@ -221,7 +217,7 @@ def test_all_parts_of_a_split_model(site: Site) -> None:
         site.files[f"/big-0000{at}-of-00003.gguf"] = WHOLE + bytes(at)
     source = f"{site.url}/big-00001-of-00003.gguf"
     path = sources.fetch(source)
-    assert visible(path.parent) == [f"big-0000{at}-of-00003.gguf" for at in (1, 2, 3)]
+    assert visible_files(path.parent) == [f"big-0000{at}-of-00003.gguf" for at in (1, 2, 3)]
     assert sources.locate(source) == path
     path.with_name("big-00002-of-00003.gguf").unlink()
     assert sources.locate(source) is None
@@ -283,6 +279,16 @@ class TestHub:
         done = run(tmp_path, "pull", "hf:org/repo/m-Q4_0.gguf", environ={"HF_ENDPOINT": site.url})
         assert done.returncode == 0, done.stderr
         assert Path(done.stdout.strip()).read_bytes() == MODEL
+
+    def test_split_model_of_a_revision(self, site: Site) -> None:
+        for at in (1, 2):
+            site.files[f"/org/repo/resolve/v1/big-0000{at}-of-00002.gguf"] = WHOLE + bytes(at)
+        source = "hf:org/repo/big-00001-of-00002.gguf@v1"
+        path = sources.fetch(source)
+        assert visible_files(path.parent) == [f"big@v1-0000{at}-of-00002.gguf" for at in (1, 2)]
+        assert sources.locate(source) == path
+        path.with_name("big@v1-00002-of-00002.gguf").unlink()
+        assert sources.locate(source) is None
 
     def test_hash_of_the_source_is_verified(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
         site.files["/org/repo/resolve/main/m-Q4_0.gguf"] = MODEL

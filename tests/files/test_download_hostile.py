@@ -10,9 +10,8 @@ import pytest
 from dragoman.cli import main
 from dragoman.core.errors import ConfigError
 from dragoman.files import download, sources
-from tests.files.test_download import visible
-from tests.files.test_gguf import WHOLE, tensor, with_tensors
 from tests.support.bad_server import BadServer, Script, chunk, head, whole
+from tests.support.gguf_files import WHOLE, tensor, visible_files, with_tensors
 
 MODEL = WHOLE + bytes(range(256)) * 2000
 SECRET = "hf_secrettoken"
@@ -92,7 +91,7 @@ def test_only_http_is_followed(server: BadServer, tmp_path: Path, url: str) -> N
     server.play(redirect(url), path=PATH)
     with pytest.raises(ConfigError, match=r"redirects to '.*', which is not an http\(s\) address"):
         sources.fetch(server.url + PATH)
-    assert visible(tmp_path) == []
+    assert visible_files(tmp_path) == []
 
 
 def test_circular_redirects_end(server: BadServer) -> None:
@@ -146,7 +145,7 @@ def test_malformed_responses_print_no_traceback(
     server.play([answer, "close"], path=PATH)
     assert main(["pull", server.url + PATH]) == 2
     assert "Traceback" not in capsys.readouterr().err
-    assert visible(tmp_path) == []
+    assert visible_files(tmp_path) == []
 
 
 @pytest.mark.parametrize("url", ["http://[broken/m.gguf", "http://127.0.0.1:99999999/m.gguf", "http:///m.gguf"])
@@ -173,7 +172,7 @@ def test_body_that_is_not_gguf_is_not_kept_and_is_described(
     server.play([answer], path=PATH)
     with pytest.raises(ConfigError, match=message):
         sources.fetch(server.url + PATH)
-    assert visible(tmp_path) == []
+    assert visible_files(tmp_path) == []
 
 
 def test_a_file_cut_off_without_a_length_is_not_kept(server: BadServer, tmp_path: Path) -> None:
@@ -181,7 +180,7 @@ def test_a_file_cut_off_without_a_length_is_not_kept(server: BadServer, tmp_path
     server.play([head(connection="close"), content[:-10], "close"], path=PATH)
     with pytest.raises(ConfigError, match="is not a valid GGUF file: it is cut off"):
         sources.fetch(server.url + PATH)
-    assert visible(tmp_path) == []
+    assert visible_files(tmp_path) == []
 
 
 def test_a_name_of_many_bytes_is_shortened(server: BadServer) -> None:
@@ -192,7 +191,7 @@ def test_a_name_of_many_bytes_is_shortened(server: BadServer) -> None:
     path = sources.fetch(source)
     assert len(path.name) < 255
     assert sources.locate(source) == path
-    assert [file[-21:] for file in visible(path.parent)] == ["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"]
+    assert [file[-21:] for file in visible_files(path.parent)] == ["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"]
 
 
 @pytest.mark.parametrize("source", [f"https://example.org/{'a/' * 3000}m.gguf", f"hf:org/repo/{'x' * 300}.gguf"])

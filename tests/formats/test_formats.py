@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from dragoman.core.events import Event
 from dragoman.core.request import Reasoning, Text, ToolCall
 from dragoman.formats import FORMATS
-from tests.formats.cases import OUTPUTS, RECORDED, SCENARIOS, Case
+from tests.formats.cases import OUTPUTS, RECORDED, SCENARIOS, SPECIAL, Case
 from tests.formats.replay import Joined, collected, count_tokens, joined, play, with_parsed_arguments, without_ids
-from tests.formats.special_cases import OTHERS
 from tests.support.text_splits import cut, cuttings
 
-CASES = [*RECORDED, *OTHERS]
+CASES = [*RECORDED, *SPECIAL]
 
 
 def events_of(case: Case, pieces: Sequence[str]) -> list[Event]:

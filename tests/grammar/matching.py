@@ -21,7 +21,7 @@ def tokenizer(markers: tuple[str, ...] = ()) -> LLTokenizer:
     return build_tokenizer(pieces, control, frozenset({END}), lambda text: list(text.encode()))
 
 
-def speaker(syntax: ModelFormat, *, control: bool = False, thinks: bool = False) -> GrammarModel:
+def grammar_model(syntax: ModelFormat, *, control: bool = False, thinks: bool = False) -> GrammarModel:
     """With `control`, every marker of the format is a control token."""
     markers = sorted(syntax.markers) if control else []
     ids = {marker: FIRST_MARKER + i for i, marker in enumerate(markers)}

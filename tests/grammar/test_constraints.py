@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dragoman.core.errors import InvalidSchema
+from dragoman.core.features import Feature
 from dragoman.core.request import (
     Asked,
     Constraint,
@@ -23,7 +24,7 @@ from dragoman.core.request import (
 )
 from dragoman.formats import FORMATS
 from dragoman.grammar.constraints import MAX_CONCURRENT, MAX_PER_CALLER, CompiledConstraint, ConstraintCompiler
-from tests.grammar.matching import END, speaker
+from tests.grammar.matching import END, grammar_model
 
 LEAST = -(2**63)
 DEADLINE_SECONDS = 60.0
@@ -33,7 +34,7 @@ def with_constraints(test: Callable[[ConstraintCompiler], Awaitable[None]]) -> N
     async def main() -> None:
         pieces = [bytes([byte]) for byte in range(256)] + [b"<end>"]
         reply_grammar = ConstraintCompiler(
-            speaker(FORMATS["hermes"]), pieces, frozenset({END}), lambda text: list(text.encode())
+            grammar_model(FORMATS["hermes"]), pieces, frozenset({END}), lambda text: list(text.encode())
         )
         try:
             await test(reply_grammar)
@@ -46,7 +47,7 @@ def with_constraints(test: Callable[[ConstraintCompiler], Awaitable[None]]) -> N
 async def constrain(
     constraints: ConstraintCompiler, constraint: Constraint | None, **fields: Any
 ) -> CompiledConstraint | None:
-    asked = (Asked("constraint", "response_format"),)
+    asked = (Asked(Feature.CONSTRAINT, "response_format"),)
     request = GenerationRequest(**{"constraint": constraint, "asked": asked, **fields})
     return await constraints.constrain(request, thinks=False, opened=False)
 
@@ -218,10 +219,10 @@ def test_hostile_constraint_is_refused_or_enforced(name: str) -> None:
             found = await constrain(constraints, HOSTILE[name])
             guide = None if found is None else found.guide
             for _ in range(20):
-                if guide is None or guide.complete:
+                if guide is None or guide.is_complete:
                     break
-                allowed = guide.allowed(END + 1)
-                guide.take(next(token for token in (*b'"{[ax:1', *range(END + 1)) if allowed[token]))
+                allowed = guide.allowed_tokens(END + 1)
+                guide.advance(next(token for token in (*b'"{[ax:1', *range(END + 1)) if allowed[token]))
         except InvalidSchema as error:
             assert error.param is not None  # noqa: PT017
             assert error.param.startswith("response_format")  # noqa: PT017

@@ -5,20 +5,22 @@ import random
 import resource
 import sys
 import time
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLTokenizer
 
 from dragoman.core.errors import EngineFailed, InvalidSchema
 from dragoman.core.request import Constraint, GenerationRequest, Grammar, JsonSchema, OneOf, Regex, Tool, ToolChoice
 from dragoman.formats import FORMATS
 from dragoman.grammar import masks
-from dragoman.grammar.masks import MAX_GRAMMARS, GrammarCache, Guide
+from dragoman.grammar.masks import MAX_GRAMMARS, GrammarCache, Guide, build_tokenizer
 from dragoman.grammar.reply_grammar import ReplyGrammar, build_reply_grammar
 from dragoman.grammar.schema import json_directive
 from dragoman.grammar.trial_server import CPU_SECONDS
-from tests.grammar.matching import END, speaker, tokenizer, tokens
+from tests.grammar.matching import END, grammar_model, tokenizer, tokens
 
 AGENT_TOOLS = Path(__file__).parent.parent / "data" / "agent_tools.json"
 
@@ -28,7 +30,7 @@ def grammars() -> GrammarCache:
 
 
 def shaped(kind: str, **fields: Any) -> ReplyGrammar:
-    found = build_reply_grammar(GenerationRequest(**fields), speaker(FORMATS[kind]), opened=False)
+    found = build_reply_grammar(GenerationRequest(**fields), grammar_model(FORMATS[kind]), opened=False)
     assert found is not None
     return found
 
@@ -56,27 +58,59 @@ def test_agent_tools_are_fully_enforced() -> None:
 
 def walk_through(guide: Guide, text: str) -> None:
     for token in tokens(text):
-        assert guide.allowed(END + 1)[token]
-        guide.take(token)
+        assert guide.allowed_tokens(END + 1)[token]
+        guide.advance(token)
 
 
 def test_guide_allows_only_matching_tokens() -> None:
     guide = grammars().create_guide('start: "ab" /[0-9]+/? ', "here")
-    assert not guide.allowed(END + 1)[END]
+    assert not guide.allowed_tokens(END + 1)[END]
     walk_through(guide, "ab")
-    assert guide.allowed(END + 1)[END]
-    assert guide.accepting
-    assert not guide.complete
-    assert guide.lets(tokens("12"))
-    assert not guide.lets(tokens("1x"))
+    assert guide.allowed_tokens(END + 1)[END]
+    assert guide.is_accepting
+    assert not guide.is_complete
+    assert guide.allows(tokens("12"))
+    assert not guide.allows(tokens("1x"))
     with pytest.raises(EngineFailed):
-        guide.take(ord("x"))
+        guide.advance(ord("x"))
 
 
 def test_guide_is_complete_at_the_end() -> None:
     guide = grammars().create_guide('start: "ab"', "here")
     walk_through(guide, "ab")
-    assert guide.complete
+    assert guide.is_complete
+
+
+def follow_masks(vocabulary: LLTokenizer, grammar: str) -> bytes:
+    """Return the reply of a model that always takes the first allowed token."""
+    guide, reply = GrammarCache(vocabulary).create_guide(grammar, "here"), bytearray()
+    while not guide.is_complete:
+        token = int(guide.allowed_tokens(END + 1).argmax())
+        guide.advance(token)
+        reply.append(token)
+    return bytes(reply)
+
+
+@pytest.mark.parametrize("text", ["a\U00040000b", "\U00040000b", "ab\U00040000", "a€b"])
+def test_required_text_with_a_byte_that_the_vocabulary_lacks(text: str) -> None:
+    """llguidance skips the byte, allows only the token after it, and rejects that token."""
+    lacking = frozenset({"\U00040000".encode()[0], "€".encode()[-1]})
+    pieces = [bytes([byte]) for byte in range(256)] + [b"<end>"]
+    vocabulary = build_tokenizer(
+        pieces, lacking | {END}, frozenset({END}), lambda text: [byte for byte in text.encode() if byte not in lacking]
+    )
+    with pytest.raises(InvalidSchema, match=r"cannot write|no character is allowed") as raised:
+        follow_masks(vocabulary, f'start: "{text}"')
+    assert raised.value.param == "here"
+
+
+def test_required_text_that_the_models_tokenizer_changes() -> None:
+    text = "e\u0301t\u00e9 x"
+    pieces = [bytes([byte]) for byte in range(256)] + [b"<end>"]
+    vocabulary = build_tokenizer(
+        pieces, frozenset({END}), frozenset({END}), lambda text: list(unicodedata.normalize("NFC", text).encode())
+    )
+    assert follow_masks(vocabulary, f'start: "{text}"') == text.encode()
 
 
 def test_guides_of_one_grammar_are_independent() -> None:
@@ -123,9 +157,9 @@ def resident() -> float:
 def test_reply_with_slow_masks_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "BASE_SECONDS", -1.0)
     guide = grammars().create_guide(f"start: {json_directive({'type': 'object'})}", "here")
-    guide.take(ord("{"))
+    guide.advance(ord("{"))
     with pytest.raises(InvalidSchema, match="too complex") as raised:
-        guide.allowed(END + 1)
+        guide.allowed_tokens(END + 1)
     assert raised.value.param == "here"
 
 
@@ -136,7 +170,7 @@ BRANCHING = Regex("|".join(f"(.*{letter}.{{{20 + i}}})" for i, letter in enumera
 def follow_random_text(guide: Guide, count: int) -> None:
     rng = random.Random(1)
     for _ in range(count):
-        guide.take(rng.choice([token for token in b"abcdefgh" if guide.allowed(END + 1)[token]]))
+        guide.advance(rng.choice([token for token in b"abcdefgh" if guide.allowed_tokens(END + 1)[token]]))
 
 
 def test_grammar_that_becomes_too_complex_is_recompiled_for_the_next_reply() -> None:
@@ -162,16 +196,16 @@ def test_reply_is_one_of_many_choices(count: int) -> None:
     reply_grammar = shaped("hermes", constraint=OneOf(tuple(f"choice {i}" for i in range(count))))
     guide = grammars().create_guide(reply_grammar.grammar, reply_grammar.param)
     walk_through(guide, f"choice {count - 1}")
-    assert guide.accepting
-    assert not guide.lets(tokens("x"))
+    assert guide.is_accepting
+    assert not guide.allows(tokens("x"))
 
 
 def test_empty_text_is_a_valid_choice() -> None:
     for choices in (("",), ("", "a")):
         reply_grammar = shaped("hermes", constraint=OneOf(choices))
         guide = grammars().create_guide(reply_grammar.grammar, reply_grammar.param)
-        assert guide.accepting
-        assert guide.lets(tokens("a")) == ("a" in choices)
+        assert guide.is_accepting
+        assert guide.allows(tokens("a")) == ("a" in choices)
 
 
 @pytest.mark.parametrize(

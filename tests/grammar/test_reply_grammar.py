@@ -1,16 +1,28 @@
 """Complete replies against the grammars of all formats, with markers as text and as control tokens."""
 
+import json
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from dragoman.core.errors import BadRequest, InvalidSchema
-from dragoman.core.request import GenerationRequest, Grammar, JsonObject, JsonSchema, OneOf, Regex, Tool, ToolChoice
+from dragoman.core.request import (
+    GenerationRequest,
+    Grammar,
+    JsonObject,
+    JsonSchema,
+    OneOf,
+    Regex,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from dragoman.formats import FORMATS
 from dragoman.grammar.reply_grammar import ReplyGrammar, build_reply_grammar
 from dragoman.grammar.schema_check import find_violations
-from tests.grammar.matching import accepts, follows, matcher, speaker, tokens
+from dragoman.prompt.plain_text_tools import format_calls
+from tests.grammar.matching import accepts, follows, grammar_model, matcher, tokens
 
 WEATHER = Tool(
     "get_weather",
@@ -37,132 +49,26 @@ PERSON = JsonSchema(
 )
 
 ROME = '{"city": "Rome {a,b", "days": 3}'
-WRONG = '{"city": "Rome", "days": "3"}'
+WRONG = '{"city": "Rome", "days": "x"}'
 
-CALLS: dict[str, tuple[str, str]] = {
-    "hermes": (
-        '<tool_call>\n{"name": "get_weather", "arguments": ' + ROME + "}\n</tool_call>",
-        '<tool_call>\n{"name": "get_weather", "arguments": ' + WRONG + "}\n</tool_call>",
-    ),
-    "qwen_xml": (
-        (
-            "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome {a,b\n</parameter>\n"
-            "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
-        ),
-        (
-            "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\nx\n</parameter>\n"
-            "</function>\n</tool_call>"
-        ),
-    ),
-    "llama3": (
-        '{"name": "get_weather", "parameters": ' + ROME + "}",
-        '{"name": "get_weather", "parameters": ' + WRONG + "}",
-    ),
-    "pythonic": ('[get_weather(city="Rome", days=3, fast=True)]', '[get_weather(city="Rome", days="3")]'),
-    "mistral": ("[TOOL_CALLS]get_weather[ARGS]" + ROME, "[TOOL_CALLS]get_weather[ARGS]" + WRONG),
-    "mistral_array": (
-        '[TOOL_CALLS][{"name": "get_weather", "arguments": ' + ROME + "}]",
-        '[TOOL_CALLS][{"name": "get_weather", "arguments": ' + WRONG + "}]",
-    ),
-    "deepseek": (
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
-        + ROME
-        + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
-        + WRONG
-        + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    ),
-    "deepseek_v3": (
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
-        + ROME
-        + "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_wether",
-    ),
-    "deepseek_dsml": (
-        (
-            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
-            '<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n'
-            '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
-            "</｜DSML｜function_calls>"
-        ),
-        (
-            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
-            '<｜DSML｜parameter name="city" string="false">Rome'
-        ),
-    ),
-    "harmony": (
-        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + ROME,
-        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + WRONG,
-    ),
-    "glm": (
-        (
-            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n"
-            "<arg_value>3</arg_value>\n</tool_call>"
-        ),
-        "<tool_call>get_weather\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
-    ),
-    "kimi": (
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
-        + ROME
-        + "<|tool_call_end|><|tool_calls_section_end|>",
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>" + WRONG,
-    ),
-    "gemma": (
-        '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:3,unit:<|"|>c<|"|>}<tool_call|>',
-        "<|tool_call>call:get_weather{days:3}<tool_call|>",
-    ),
-    "function_gemma": (
-        "<start_function_call>call:get_weather{city:<escape>Rome<escape>,fast:true}<end_function_call>",
-        "<start_function_call>call:get_weather{city:<escape>Rome<escape>,unit:<escape>k<escape>}<end_function_call>",
-    ),
-    "channel": (
-        '<tool_call>{"name": "get_weather", "arguments": ' + ROME + "}</tool_call>",
-        '<tool_call>{"name": "get_weather", "arguments": ' + WRONG + "}</tool_call>",
-    ),
-    "granite": (
-        '<|tool_call|>[{"name": "get_weather", "arguments": ' + ROME + "}]",
-        '<|tool_call|>[{"name": "get_weather", "arguments": ' + WRONG + "}]",
-    ),
-    "phi": (
-        'functools[{"name": "get_weather", "arguments": ' + ROME + "}]",
-        'functools[{"name": "get_weather", "arguments": ' + WRONG + "}]",
-    ),
-    "cohere": (
-        '<|START_ACTION|>[\n{"tool_name": "get_weather", "parameters": ' + ROME + "}\n]<|END_ACTION|>",
-        '<|START_ACTION|>[\n{"tool_name": "get_weather", "parameters": ' + WRONG + "}\n]<|END_ACTION|>",
-    ),
-    "minimax": (
-        (
-            '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Rome</parameter>\n'
-            '<parameter name="unit">f</parameter>\n</invoke>\n</minimax:tool_call>'
-        ),
-        (
-            '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Rome</parameter>\n'
-            '<parameter name="unit">k</parameter>\n</invoke>\n</minimax:tool_call>'
-        ),
-    ),
-    "hunyuan": (
-        '<tool_calls>[{"name": "get_weather", "arguments": ' + ROME + "}]</tool_calls>",
-        '<tool_calls>[{"name": "get_weather", "arguments": ' + WRONG + "}]</tool_calls>",
-    ),
-    "internlm": (
-        '<|action_start|><|plugin|>{"name": "get_weather", "parameters": ' + ROME + "}<|action_end|>",
-        '<|action_start|><|plugin|>{"name": "get_weather", "parameters": ' + WRONG + "}<|action_end|>",
-    ),
-    "json": (
-        '{"name": "get_weather", "arguments": ' + ROME + "}",
-        '{"name": "get_weather", "arguments": ' + WRONG + "}",
-    ),
-    "ernie": (
-        '<tool_call>{"name": "get_weather", "arguments": ' + ROME + "}</tool_call>",
-        '<tool_call>{"name": "get_weather", "arguments": ' + WRONG + "}</tool_call>",
-    ),
-    "plain": (
-        '{"name": "get_weather", "arguments": ' + ROME + "}",
-        '{"name": "get_weather", "arguments": ' + WRONG + "}",
-    ),
-}
-SPEAKING = {name: FORMATS[name] for name in FORMATS if name != "plain"}
+
+def written(kind: str, name: str, *arguments: str) -> str:
+    """Return calls as a model writes them."""
+    if kind == "harmony":
+        return "".join(
+            f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{given}" for given in arguments
+        )
+    calls = [ToolCall("", name, given) for given in arguments]
+    if kind == "pythonic":
+        # The grammar writes strings as in JSON.
+        return format_calls(calls, FORMATS[kind]).replace("'", '"')
+    if kind in ("json", "plain") and len(calls) > 1:
+        return json.dumps([{"name": name, "arguments": json.loads(given)} for given in arguments])
+    return format_calls(calls, FORMATS[kind])
+
+
+CALLS = {kind: (written(kind, "get_weather", ROME), written(kind, "get_weather", WRONG)) for kind in FORMATS}
+CALLS["hermes"] = tuple(text.replace("<tool_call>", "<tool_call>\n") for text in CALLS["hermes"])  # type: ignore[assignment]
 BARE = {"llama3", "pythonic", "json", "plain"}
 
 
@@ -170,7 +76,7 @@ def reply(
     kind: str, *, opened: bool = False, control: bool = False, thinks: bool = False, **fields: Any
 ) -> ReplyGrammar:
     request = GenerationRequest(**{"tools": (WEATHER, TIME), **fields})
-    found = build_reply_grammar(request, speaker(FORMATS[kind], control=control, thinks=thinks), opened=opened)
+    found = build_reply_grammar(request, grammar_model(FORMATS[kind], control=control, thinks=thinks), opened=opened)
     assert found is not None
     return found
 
@@ -234,27 +140,12 @@ class TestCalls:
         assert not accepts(reply_grammar.grammar, final + "Ann is 7.", known)
 
 
-SEVERAL = {
-    "hermes": '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>\n'
-    '<tool_call>{"name": "get_time", "arguments": {"zone": 1}}</tool_call>',
-    "llama3": '{"name": "get_time", "parameters": {}}; {"name": "get_time", "parameters": {}}',
-    "pythonic": '[get_time(), get_time(zone="x")]',
-    "mistral": "[TOOL_CALLS]get_time[ARGS]{}[TOOL_CALLS]get_time[ARGS]{}",
-    "mistral_array": '[TOOL_CALLS][{"name": "get_time", "arguments": {}}, {"name": "get_time", "arguments": {}}]',
-    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_time:0<|tool_call_argument_begin|>{}"
-    "<|tool_call_end|><|tool_call_begin|>functions.get_time:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
-    "<|tool_calls_section_end|>",
-    "json": '[{"name": "get_time", "arguments": {}}, {"name": "get_time", "arguments": {}}]',
-    "glm": "<tool_call>get_time\n</tool_call>\n<tool_call>get_time\n<arg_key>zone</arg_key>\n<arg_value>x</arg_value>\n"
-    "</tool_call>",
-}
-
-
 @pytest.mark.parametrize("mode", ["required", "auto"])
-@pytest.mark.parametrize("kind", SEVERAL)
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind not in ("plain", "harmony")])
 def test_parallel_calls_are_optional(kind: str, mode: Any) -> None:
-    assert accepts(reply(kind, tool_choice=ToolChoice(mode)).grammar, SEVERAL[kind])
-    assert not accepts(reply(kind, tool_choice=ToolChoice(mode, parallel=False)).grammar, SEVERAL[kind])
+    several = written(kind, "get_time", "{}", "{}")
+    assert accepts(reply(kind, tool_choice=ToolChoice(mode)).grammar, several)
+    assert not accepts(reply(kind, tool_choice=ToolChoice(mode, parallel=False)).grammar, several)
 
 
 THOUGHTS = {
@@ -333,8 +224,8 @@ def test_whitespace_is_bounded() -> None:
 
 
 def test_unconstrained_request_has_no_grammar() -> None:
-    assert build_reply_grammar(GenerationRequest(), speaker(FORMATS["hermes"]), opened=False) is None
-    assert build_reply_grammar(GenerationRequest(tools=(TIME,)), speaker(FORMATS["plain"]), opened=False) is None
+    assert build_reply_grammar(GenerationRequest(), grammar_model(FORMATS["hermes"]), opened=False) is None
+    assert build_reply_grammar(GenerationRequest(tools=(TIME,)), grammar_model(FORMATS["plain"]), opened=False) is None
 
 
 def test_relaxed_keywords_are_reported_with_paths() -> None:

@@ -8,17 +8,17 @@ import pytest
 from dragoman.core.errors import InvalidSchema
 from dragoman.core.request import GenerationRequest, Tool, ToolChoice
 from dragoman.formats import FORMATS
+from dragoman.grammar.argument_values import Subschemas
 from dragoman.grammar.lark import MAX_TEXT
 from dragoman.grammar.reply_grammar import ReplyGrammar, build_reply_grammar
-from dragoman.grammar.subschemas import Subschemas
-from tests.grammar.matching import accepts, speaker
+from tests.grammar.matching import accepts, grammar_model
 
 MANY = 400
 
 
 def required_call(kind: str, schema: dict[str, Any]) -> ReplyGrammar:
     request = GenerationRequest(tools=(Tool("f", parameters=schema),), tool_choice=ToolChoice("required"))
-    reply_grammar = build_reply_grammar(request, speaker(FORMATS[kind]), opened=False)
+    reply_grammar = build_reply_grammar(request, grammar_model(FORMATS[kind]), opened=False)
     assert reply_grammar is not None
     return reply_grammar
 

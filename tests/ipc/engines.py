@@ -22,6 +22,7 @@ class Obedient(Engine):
     """Follows the command in the last user message."""
 
     device = "pretend"
+    emits_tool_calls = True
     slots = 3
 
     def models(self) -> Sequence[ModelInfo]:

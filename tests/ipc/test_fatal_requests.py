@@ -4,20 +4,21 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 import pytest
 
-from dragoman.core.errors import BadRequest, EngineDied, RequestRefused
-from dragoman.core.events import Event
-from dragoman.core.request import GenerationRequest, Message, Text
-from dragoman.ipc.fatal_requests import MEMORY_SECONDS, MOST_REQUESTS, FatalRequests
-from dragoman.ipc.worker_messages import Detokenize, Tokenize
-from tests.ipc.test_worker import ask, events, run, worker
+from dragoman.core.engine import stream_events
+from dragoman.core.errors import EngineDied, RequestRefused
+from dragoman.ipc.engine_client import WorkerRequest, make_method_call
+from dragoman.ipc.messages import pack
+from dragoman.ipc.worker_engine import MAX_REQUESTS, MEMORY_SECONDS, FatalRequests, WorkerEngine
+from tests.support.workers import ask, events
+
+pytestmark = pytest.mark.anyio
 
 
-def is_refused(fatal: FatalRequests, request: GenerationRequest | msgspec.Raw | Tokenize | Detokenize) -> bool:
+def is_refused(fatal: FatalRequests, request: WorkerRequest) -> bool:
     try:
         fatal.check(request)
     except RequestRefused:
@@ -32,109 +33,70 @@ def test_two_crashes_refuse_the_same_request_from_any_caller() -> None:
     fatal.note_crash(msgspec.structs.replace(ask("die"), id="2", principal="bob"))
     assert is_refused(fatal, ask("die"))
     assert is_refused(fatal, msgspec.structs.replace(ask("die"), id="3", principal="alice", labels={"user": "x"}))
-    assert is_refused(fatal, msgspec.Raw(msgspec.msgpack.encode(ask("die"))))
+    assert is_refused(fatal, pack(ask("die")))
     assert not is_refused(fatal, ask("live"))
     assert not is_refused(fatal, msgspec.structs.replace(ask("die"), max_tokens=3))
 
 
-def test_question_ids_are_ignored() -> None:
+def test_method_call_keys_are_ignored() -> None:
     fatal = FatalRequests()
-    fatal.note_crash(Tokenize(1, "die", True))
-    fatal.note_crash(Tokenize(2, "die", True))
-    assert is_refused(fatal, Tokenize(3, "die", True))
-    assert not is_refused(fatal, Tokenize(3, "die", False))
-    assert not is_refused(fatal, Detokenize(3, (1,)))
+    method_call = make_method_call("tokenize", "die", True)
+    for key in (1, 2):
+        fatal.note_crash(msgspec.structs.replace(method_call, key=key))
+    assert is_refused(fatal, method_call)
+    assert not is_refused(fatal, make_method_call("tokenize", "die", False))
+    assert not is_refused(fatal, make_method_call("detokenize", (1,)))
 
 
 def test_crashes_are_forgotten() -> None:
     now = 0.0
     fatal = FatalRequests(lambda: now)
-    fatal.note_crash(ask("die"))
-    fatal.note_crash(ask("die"))
+    for _ in range(2):
+        fatal.note_crash(ask("die"))
     assert is_refused(fatal, ask("die"))
     now += MEMORY_SECONDS
     assert not is_refused(fatal, ask("die"))
-    fatal.note_crash(ask("die"))
-    fatal.note_crash(ask("die"))
-    for at in range(MOST_REQUESTS):
-        fatal.note_crash(ask(f"die {at}"))
+    for text in ("die", "die", *map(str, range(MAX_REQUESTS))):
+        fatal.note_crash(ask(text))
     assert not is_refused(fatal, ask("die"))
 
 
-def test_request_that_crashed_the_worker_twice_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    engine = worker()
-
-    async def scenario() -> None:
-        await engine.start()
+async def test_call_that_crashed_the_worker_twice_is_refused(
+    engine: WorkerEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    for call in (lambda: events(engine, "die 1"), lambda: engine.tokenize("die", False)):
         for _ in range(2):
             with pytest.raises(EngineDied):
-                await events(engine, "die 1")
+                await call()
             await engine.wait_until_running()
         before = engine.pid
         with pytest.raises(RequestRefused) as raised:
-            await events(engine, "die 1")
+            await call()
         assert (raised.value.status, raised.value.code) == (400, "request_refused")
         assert len(await events(engine, "count 2")) == 4
-        unsendable = GenerationRequest(messages=(Message("user", (Text("half \ud83d"),)),))
-        with pytest.raises(BadRequest):
-            await anext(engine.generate(unsendable))
         assert engine.pid == before
 
-    with caplog.at_level(logging.CRITICAL):
-        run(engine, scenario())
 
-
-def test_question_that_crashed_the_worker_twice_is_refused() -> None:
-    engine = worker()
-
-    async def scenario() -> None:
-        await engine.start()
-        for _ in range(2):
-            with pytest.raises(EngineDied):
-                await engine.tokenize("die", False)
+async def test_crash_with_several_requests_counts_against_no_request(engine: WorkerEngine) -> None:
+    for _ in range(3):
+        other = stream_events(engine, ask("slowly 100000"))
+        await anext(other)
+        with pytest.raises(EngineDied):
+            await events(engine, "die 1")
+        with pytest.raises(EngineDied):
+            [ready async for ready in other]
+        async with asyncio.timeout(60):
             await engine.wait_until_running()
-        with pytest.raises(RequestRefused):
-            await engine.tokenize("die", False)
-        assert list(await engine.tokenize("live", False))
-
-    run(engine, scenario())
 
 
-async def rest(stream: AsyncGenerator[Sequence[Event], None]) -> list[Sequence[Event]]:
-    return [ready async for ready in stream]
-
-
-def test_crash_with_several_requests_counts_against_no_request() -> None:
-    engine = worker()
-
-    async def scenario() -> None:
-        await engine.start()
-        for _ in range(3):
-            other = engine.generate(ask("slowly 100000"))
-            await anext(other)
-            with pytest.raises(EngineDied):
-                await events(engine, "die 1")
-            with pytest.raises(EngineDied):
-                await rest(other)
-            async with asyncio.timeout(60):
-                await engine.wait_until_running()
-
-    run(engine, scenario())
-
-
-def test_kill_from_outside_does_not_count_against_a_request() -> None:
-    engine = worker()
-
-    async def scenario() -> None:
-        await engine.start()
-        for _ in range(3):
-            stream = engine.generate(ask("slowly 100000"))
-            await anext(stream)
-            assert engine.pid is not None
-            os.kill(engine.pid, signal.SIGKILL)
-            with pytest.raises(EngineDied):
-                await rest(stream)
-            async with asyncio.timeout(60):
-                await engine.wait_until_running()
-
-    run(engine, scenario())
+async def test_kill_from_outside_does_not_count_against_a_request(engine: WorkerEngine) -> None:
+    for _ in range(3):
+        stream = stream_events(engine, ask("slowly 100000"))
+        await anext(stream)
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineDied):
+            [ready async for ready in stream]
+        async with asyncio.timeout(60):
+            await engine.wait_until_running()

@@ -143,4 +143,4 @@ class World:
 
     @property
     def inside(self) -> set[str]:
-        return {key for key, model in self.residency.models.items() if model.state == "in"}
+        return {key for key, model in self.residency.models.items() if model.state == "loaded"}

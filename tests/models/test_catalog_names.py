@@ -10,8 +10,8 @@ from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError, ModelNotFound
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions
 from dragoman.models import Catalog
-from dragoman.models.static_info import find_missing_files
-from tests.files.test_gguf import WHOLE
+from dragoman.server.preflight_checks import find_diagnostics
+from tests.support.gguf_files import WHOLE
 
 FILE = "/nowhere/m.gguf"
 
@@ -83,4 +83,5 @@ def test_missing_adapter_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").touch()
     adapters = {"a": str(tmp_path / "a.gguf"), "b": {"path": str(tmp_path / "b.gguf")}}
     found = ModelSpec("m", "llama", str(tmp_path / "m.gguf"), {"adapters": adapters}, adapters=("a", "b"))
-    assert [mistake.message for mistake in find_missing_files([found])] == [f"adapter not found: {tmp_path / 'b.gguf'}"]
+    errors = [found.message for found in find_diagnostics(settings(found)) if found.level == "error"]
+    assert errors == [f"adapter not found: {tmp_path / 'b.gguf'}"]

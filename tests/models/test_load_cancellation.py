@@ -12,7 +12,10 @@ from dragoman.models import Catalog
 SLOW = ModelSpec("slow", "tests.support.engines:SlowToLoad")
 
 
-async def scenario(limits: Limits, cancels: bool) -> None:
+@pytest.mark.parametrize(
+    ("limits", "error"), [(Limits(), asyncio.CancelledError), (Limits(load_seconds=0.2), ModelLoading)]
+)
+async def test_request_that_leaves_does_not_cancel_the_load(limits: Limits, error: type[BaseException]) -> None:
     catalog = Catalog(Settings(models=(SLOW,), models_dir=(), limits=limits))
     host = catalog.resolve("slow").host
     try:
@@ -21,9 +24,9 @@ async def scenario(limits: Limits, cancels: bool) -> None:
         host.set_limits(Limits())
         staying = asyncio.create_task(host.ready())
         await asyncio.sleep(0.2)
-        if cancels:
+        if error is asyncio.CancelledError:
             leaving.cancel()
-        with pytest.raises(asyncio.CancelledError if cancels else ModelLoading):
+        with pytest.raises(error):
             await leaving
         async with asyncio.timeout(60):
             await staying
@@ -31,11 +34,3 @@ async def scenario(limits: Limits, cancels: bool) -> None:
         assert not catalog.lifecycle.residency_of(host).waiting
     finally:
         await catalog.stop()
-
-
-def test_cancelled_request_does_not_cancel_the_load() -> None:
-    asyncio.run(scenario(Limits(), cancels=True))
-
-
-def test_timed_out_request_does_not_cancel_the_load() -> None:
-    asyncio.run(scenario(Limits(load_seconds=0.2), cancels=False))

@@ -12,7 +12,7 @@ from dragoman.core.engine import Engine, Output
 from dragoman.core.errors import ModelFailed, ModelLoading
 from dragoman.core.request import GenerationRequest
 from dragoman.models import Catalog, ModelHost
-from dragoman.models.model_host import BuildEngine, OnEngineLost
+from dragoman.models.engine_loader import BuildEngine, OnEngineLost
 
 EXPLODING = ModelSpec("m", "tests.support.engines:Exploding")
 INESTIMABLE = ModelSpec("m", "tests.support.engines:Unweighable")
@@ -32,116 +32,98 @@ async def settled(host: ModelHost) -> str:
 
 
 @pytest.mark.parametrize("spec", [EXPLODING, MISTAKEN], ids=lambda spec: spec.engine)
-def test_failed_load_is_logged_without_a_waiting_request(
+async def test_failed_load_is_logged_without_a_waiting_request(
     spec: ModelSpec, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dragoman.models.model_host.FIRST_PAUSE", 1.0)
-
-    async def scenario() -> None:
-        catalog = Catalog(settings(spec))
-        host = catalog.resolve("m").host
-        with pytest.raises(ModelLoading):
-            await host.enter()
-        assert await settled(host) == "failed"
-        with pytest.raises(ModelFailed):
-            await host.enter()
-        # The next request after the pause retries.
-        assert host.state == "failed"
-        await asyncio.sleep(1.1)
-        with pytest.raises(ModelLoading):
-            await host.enter()
-        await settled(host)
-        await catalog.stop()
-
-    asyncio.run(scenario())
+    monkeypatch.setattr("dragoman.models.engine_loader.FIRST_PAUSE", 1.0)
+    catalog = Catalog(settings(spec))
+    host = catalog.resolve("m").host
+    with pytest.raises(ModelLoading):
+        await host.enter()
+    assert await settled(host) == "failed"
+    with pytest.raises(ModelFailed):
+        await host.enter()
+    # The next request after the pause retries.
+    assert host.state == "failed"
+    await asyncio.sleep(1.1)
+    with pytest.raises(ModelLoading):
+        await host.enter()
+    await settled(host)
+    await catalog.stop()
     errors = [record for record in caplog.records if record.levelname == "ERROR"]
     assert len(errors) == 2
-    message = "no such device" if spec is EXPLODING else "models.m: "
+    message = "no such device" if spec is EXPLODING else "chunk: expected"
     assert all(f"model m: not loaded: {message}" in record.getMessage() for record in errors)
     assert all((record.exc_info is not None) == (spec is EXPLODING) for record in errors)
 
 
-def test_refusal_after_a_failure_has_a_retry_time(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        catalog = Catalog(settings(EXPLODING, Limits(load_seconds=5)))
-        host = catalog.resolve("m").host
-        for _ in range(20):
-            with pytest.raises(ModelFailed) as raised:
-                await host.enter()
-            assert 3 < (raised.value.retry_after or 0) <= 5
-            assert str(raised.value.__cause__) == "no such device"
-        assert caplog.text.count("not loaded") == 1
-        # A manual retry doubles the pause.
-        host.load()
-        await settled(host)
-        with pytest.raises(ModelFailed) as raised:
-            await host.enter()
-        assert 8 < (raised.value.retry_after or 0) <= 10
-        assert caplog.text.count("not loaded") == 2
-        catalog.reconfigure(settings(EXPLODING, Limits(load_seconds=5)))
-        assert catalog.resolve("m").host is host
+async def test_refusal_after_a_failure_has_a_retry_time(caplog: pytest.LogCaptureFixture) -> None:
+    catalog = Catalog(settings(EXPLODING, Limits(load_seconds=5)))
+    host = catalog.resolve("m").host
+    for _ in range(20):
         with pytest.raises(ModelFailed) as raised:
             await host.enter()
         assert 3 < (raised.value.retry_after or 0) <= 5
-        await catalog.stop()
-
-    asyncio.run(scenario())
+        assert str(raised.value.__cause__) == "no such device"
+    assert caplog.text.count("not loaded") == 1
+    # A manual retry doubles the pause.
+    host.load()
+    await settled(host)
+    with pytest.raises(ModelFailed) as raised:
+        await host.enter()
+    assert 8 < (raised.value.retry_after or 0) <= 10
+    assert caplog.text.count("not loaded") == 2
+    catalog.reconfigure(settings(EXPLODING, Limits(load_seconds=5)))
+    assert catalog.resolve("m").host is host
+    with pytest.raises(ModelFailed) as raised:
+        await host.enter()
+    assert 3 < (raised.value.retry_after or 0) <= 5
+    await catalog.stop()
     assert caplog.text.count("not loaded") == 3
 
 
-def test_failed_memory_estimate_fails_the_model(
+async def test_failed_memory_estimate_fails_the_model(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dragoman.models.model_host.FIRST_PAUSE", 0.0)
-
-    async def scenario() -> None:
-        catalog = Catalog(settings(INESTIMABLE, Limits(load_seconds=5), memory=10**9))
-        host = catalog.resolve("m").host
-        for _ in range(2):
-            with pytest.raises(ModelFailed):
-                await host.enter()
-            assert (host.state, host.failure) == ("failed", "its memory was not estimated")
-        await catalog.stop()
-
-    asyncio.run(scenario())
+    monkeypatch.setattr("dragoman.models.engine_loader.FIRST_PAUSE", 0.0)
+    catalog = Catalog(settings(INESTIMABLE, Limits(load_seconds=5), memory=10**9))
+    host = catalog.resolve("m").host
+    for _ in range(2):
+        with pytest.raises(ModelFailed):
+            await host.enter()
+        assert (host.state, host.failure) == ("failed", "its memory was not estimated")
+    await catalog.stop()
     assert caplog.text.count("model m: not loaded: its memory was not estimated") == 2
     assert "RuntimeError" in caplog.text
 
 
-def test_too_large_model_is_logged_without_a_waiting_request(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        catalog = Catalog(settings(ModelSpec("m", "scripted", None, {"crash_after": 5}), memory=1000))
-        host = catalog.resolve("m").host
-        host.load()
-        assert await settled(host) == "failed"
-        with pytest.raises(ModelFailed):
-            await host.enter()
-        await catalog.stop()
-
-    asyncio.run(scenario())
+async def test_too_large_model_is_logged_without_a_waiting_request(caplog: pytest.LogCaptureFixture) -> None:
+    catalog = Catalog(settings(ModelSpec("m", "scripted", None, {"crash_after": 5}), memory=1000))
+    host = catalog.resolve("m").host
+    host.load()
+    assert await settled(host) == "failed"
+    with pytest.raises(ModelFailed):
+        await host.enter()
+    await catalog.stop()
     assert "model m: not loaded: it needs 100 MiB" in caplog.text
 
 
-def test_failed_model_is_retried_after_growing_pauses(
+async def test_failed_model_is_retried_after_growing_pauses(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("ERROR")
-    monkeypatch.setattr("dragoman.models.model_host.FIRST_PAUSE", 0.101)
-    monkeypatch.setattr("dragoman.models.model_host.LONGEST_PAUSE", 0.402)
-
-    async def scenario() -> None:
-        catalog = Catalog(settings(EXPLODING))
-        host = catalog.resolve("m").host
-        host.retry_load()
-        assert host.state == "cold"
-        host.load()
-        async with asyncio.timeout(60):
-            while len(caplog.records) < 5:
-                host.retry_load()
-                await asyncio.sleep(0.01)
-        await catalog.stop()
-
-    asyncio.run(scenario())
+    monkeypatch.setattr("dragoman.models.engine_loader.FIRST_PAUSE", 0.101)
+    monkeypatch.setattr("dragoman.models.engine_loader.MAX_PAUSE", 0.402)
+    catalog = Catalog(settings(EXPLODING))
+    host = catalog.resolve("m").host
+    host.retry_load()
+    assert host.state == "cold"
+    host.load()
+    async with asyncio.timeout(60):
+        while len(caplog.records) < 5:
+            host.retry_load()
+            await asyncio.sleep(0.01)
+    await catalog.stop()
     pauses = [after.created - before.created for before, after in pairwise(caplog.records)]
     assert all(pause >= least for pause, least in zip(pauses, (0.1, 0.2, 0.4, 0.4), strict=True))
 
@@ -187,56 +169,48 @@ async def refused_for(host: ModelHost) -> float:
 
 def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> tuple[SlowEngine, Catalog, ModelHost]:
     engine = SlowEngine(seconds)
-    monkeypatch.setattr("dragoman.models.model_host.time", engine)
+    for module in ("engine_loader", "model_host"):
+        monkeypatch.setattr(f"dragoman.models.{module}.time", engine)
     catalog = Catalog(settings(EXPLODING, Limits(load_seconds=5)), engine_factory=engine.build_engine)
     return engine, catalog, catalog.resolve("m").host
 
 
 @pytest.mark.parametrize("seconds", [1, 70, 130, 900])
-def test_pauses_grow_for_slow_loads(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    async def scenario() -> None:
-        engine, catalog, host = slow(monkeypatch, seconds)
-        pauses = []
-        for _ in range(7):
-            pauses.append(await refused_for(host))
-            engine.now += pauses[-1]
-        assert pauses == [5, 10, 20, 40, 60, 60, 60]
-        await catalog.stop()
-
-    asyncio.run(scenario())
+async def test_pauses_grow_for_slow_loads(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    engine, catalog, host = slow(monkeypatch, seconds)
+    pauses = []
+    for _ in range(7):
+        pauses.append(await refused_for(host))
+        engine.now += pauses[-1]
+    assert pauses == [5, 10, 20, 40, 60, 60, 60]
+    await catalog.stop()
 
 
-def test_successful_load_ends_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        engine, catalog, host = slow(monkeypatch, 1)
-        for _ in range(5):
-            pause = await refused_for(host)
-            engine.now += pause
-        assert await refused_for(host) == 60
-        engine.broken = False
-        host.load()
-        assert await settled(host) == "ready"
-        engine.lose(after=2)
-        assert host.state == "failed"
-        assert await host.ready() is engine
-        await catalog.stop()
-
-    asyncio.run(scenario())
+async def test_successful_load_ends_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, catalog, host = slow(monkeypatch, 1)
+    for _ in range(5):
+        pause = await refused_for(host)
+        engine.now += pause
+    assert await refused_for(host) == 60
+    engine.broken = False
+    host.load()
+    assert await settled(host) == "ready"
+    engine.lose(after=2)
+    assert host.state == "failed"
+    assert await host.ready() is engine
+    await catalog.stop()
 
 
 @pytest.mark.parametrize(("seconds", "lived", "pause"), [(1, 2, 20), (130, 280, 20), (1, 100, 10), (130, 1000, 10)])
-def test_long_lived_model_resets_the_pause(
+async def test_long_lived_model_resets_the_pause(
     monkeypatch: pytest.MonkeyPatch, seconds: float, lived: float, pause: float
 ) -> None:
-    async def scenario() -> None:
-        engine, catalog, host = slow(monkeypatch, seconds)
-        assert await refused_for(host) == 5
-        engine.now += 5
-        engine.broken = False
-        assert await host.ready() is engine
-        engine.lose(after=lived)
-        engine.broken = True
-        assert await refused_for(host) == pause
-        await catalog.stop()
-
-    asyncio.run(scenario())
+    engine, catalog, host = slow(monkeypatch, seconds)
+    assert await refused_for(host) == 5
+    engine.now += 5
+    engine.broken = False
+    assert await host.ready() is engine
+    engine.lose(after=lived)
+    engine.broken = True
+    assert await refused_for(host) == pause
+    await catalog.stop()

@@ -12,10 +12,10 @@ from dragoman.config.settings import Limits, Settings
 from dragoman.core.engine import Engine, Output
 from dragoman.core.errors import ModelFailed
 from dragoman.core.request import GenerationRequest
-from dragoman.models import Catalog, memory_estimate
-from dragoman.models.model_host import BuildEngine, OnEngineLost
+from dragoman.models import Catalog, memory
+from dragoman.models.engine_loader import BuildEngine, OnEngineLost
 
-SESSION_MEMORY = "dragoman.models.model_host.session_memory"
+SESSION_MEMORY = "dragoman.models.engine_loader.session_memory"
 SETTINGS = Settings(models=(ModelSpec("m", "scripted"),), models_dir=(), memory=1000)
 
 
@@ -25,51 +25,42 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path))
 
 
-def test_largest_measurement_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_largest_measurement_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = iter([100, 0, 300, 200])
     monkeypatch.setattr(SESSION_MEMORY, lambda pid: next(sizes))
-
-    async def scenario() -> None:
-        catalog = Catalog(SETTINGS)
-        host = catalog.resolve("m").host
-        await host.ready()
-        seen = [catalog.lifecycle.residency_of(host).current_memory()]
-        for _ in range(3):
-            await host.measure()
-            seen.append(catalog.lifecycle.residency_of(host).current_memory())
-        assert seen == [100, 100, 300, 300]
-        await catalog.stop()
-
-    asyncio.run(scenario())
+    catalog = Catalog(SETTINGS)
+    host = catalog.resolve("m").host
+    await host.ready()
+    seen = [catalog.lifecycle.residency_of(host).current_memory()]
+    for _ in range(3):
+        await host.measure()
+        seen.append(catalog.lifecycle.residency_of(host).current_memory())
+    assert seen == [100, 100, 300, 300]
+    await catalog.stop()
 
 
-def test_model_grown_beyond_the_budget_is_loaded_again_after_a_restart(
+async def test_model_grown_beyond_the_budget_is_loaded_again_after_a_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     size = 600
     monkeypatch.setattr(SESSION_MEMORY, lambda pid: size)
-
-    async def scenario() -> None:
-        nonlocal size
+    for _ in range(2):
+        catalog = Catalog(SETTINGS)
+        host = catalog.resolve("m").host
         for _ in range(2):
-            catalog = Catalog(SETTINGS)
-            host = catalog.resolve("m").host
-            for _ in range(2):
-                size = 600
-                await host.ready()
-                size = 1100
-                await host.measure()
-                assert catalog.lifecycle.residency_of(host).admits
-                catalog.lifecycle.request_unload(host)
-                async with asyncio.timeout(60):
-                    while host.state != "cold":  # noqa: ASYNC110
-                        await asyncio.sleep(0.01)
+            size = 600
+            await host.ready()
+            size = 1100
+            await host.measure()
+            assert catalog.lifecycle.residency_of(host).admits
+            catalog.lifecycle.request_unload(host)
             async with asyncio.timeout(60):
-                while memory_estimate.expected_memory(SETTINGS.models[0]) != 1000:  # noqa: ASYNC110
+                while host.state != "cold":  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-            await catalog.stop()
-
-    asyncio.run(scenario())
+        async with asyncio.timeout(60):
+            while memory.expected_memory(SETTINGS.models[0]) != 1000:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await catalog.stop()
 
 
 class Plain(Engine):
@@ -77,7 +68,7 @@ class Plain(Engine):
         yield "here"
 
 
-def test_engine_lost_during_measurement_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_lost_during_measurement_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     callbacks: list[OnEngineLost] = []
     has_gone = threading.Event()
 
@@ -88,27 +79,24 @@ def test_engine_lost_during_measurement_fails_the_load(monkeypatch: pytest.Monke
 
         return build
 
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
 
-        def lose() -> None:
-            callbacks[-1]("it died too often")
-            has_gone.set()
+    def lose() -> None:
+        callbacks[-1]("it died too often")
+        has_gone.set()
 
-        def measure(pid: int | None) -> int:
-            if not has_gone.is_set():
-                loop.call_soon_threadsafe(lose)
-                has_gone.wait(60)
-            return 100
+    def measure(pid: int | None) -> int:
+        if not has_gone.is_set():
+            loop.call_soon_threadsafe(lose)
+            has_gone.wait(60)
+        return 100
 
-        monkeypatch.setattr(SESSION_MEMORY, measure)
-        catalog = Catalog(SETTINGS, engine_factory=engine_factory)
-        host = catalog.resolve("m").host
-        with pytest.raises(ModelFailed):
-            await host.ready()
-        assert (host.state, host.failure) == ("failed", "it died too often")
-        assert isinstance(await host.ready(), Plain)
-        assert (host.state, host.failure) == ("ready", None)
-        await catalog.stop()
-
-    asyncio.run(scenario())
+    monkeypatch.setattr(SESSION_MEMORY, measure)
+    catalog = Catalog(SETTINGS, engine_factory=engine_factory)
+    host = catalog.resolve("m").host
+    with pytest.raises(ModelFailed):
+        await host.ready()
+    assert (host.state, host.failure) == ("failed", "it died too often")
+    assert isinstance(await host.ready(), Plain)
+    assert (host.state, host.failure) == ("ready", None)
+    await catalog.stop()

@@ -3,15 +3,17 @@
 import struct
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dragoman.config.model_spec import ModelSpec
 from dragoman.core.errors import ConfigError
 from dragoman.engines.llama import hardware
-from dragoman.engines.llama.memory_fit import DEFAULT_MEMORY_SHARE
-from dragoman.models import memory_estimate
-from dragoman.models.memory_estimate import PROCESS_BYTES, expected_memory, needs_worker, remember_memory
-from tests.files.test_gguf import gguf, pair, text
+from dragoman.engines.llama.options import DEFAULT_MEMORY_SHARE
+from dragoman.engines.llama.tuning_record import Trial, TuningKey, TuningRecord, copy_path, record_path
+from dragoman.models import memory
+from dragoman.models.memory import PROCESS_BYTES, expected_memory, remember_memory
+from tests.support.gguf_files import gguf, pair, text
 
 NUMBERS = {"block_count": 10, "attention.head_count": 8, "attention.head_count_kv": 2, "embedding_length": 512}
 NUMBERS |= {"context_length": 1000}
@@ -40,6 +42,18 @@ def test_estimate_from_file_and_kv_cache(file: Path) -> None:
     assert expected_memory(ModelSpec("m", "llama", str(file))) == PROCESS_BYTES + size + KV_BYTES * 1000 * 8
     small = ModelSpec("m", "llama", str(file), {"context": 100, "slots": 1, "cache_sequences": 0})
     assert expected_memory(small) == PROCESS_BYTES + size + KV_BYTES * 100
+
+
+def test_estimate_uses_the_size_of_a_tuned_copy(file: Path) -> None:
+    copy = copy_path(file)
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(HEAD + bytes(9000))
+    record = TuningRecord(TuningKey.of(file), Trial("Q8_0", 1), (), copy.stat().st_size)
+    record_path(file).write_bytes(msgspec.json.encode(record))
+    options = {"context": 100, "slots": 1, "cache_sequences": 0}
+    before = PROCESS_BYTES + len(HEAD) + KV_BYTES * 100
+    assert expected_memory(ModelSpec("m", "llama", str(file), options)) == before + 9000
+    assert expected_memory(ModelSpec("m", "llama", str(file), {**options, "layout": "as-is"})) == before + 5000
 
 
 def test_estimate_without_options_follows_the_engine(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +110,7 @@ def test_damaged_measurement_file_is_ignored(file: Path, home: Path, monkeypatch
         assert expected_memory(spec) == first
     remember_memory(spec, 5)
     assert expected_memory(spec) == 5
-    monkeypatch.setattr(memory_estimate, "MOST_REMEMBERED", 1)
+    monkeypatch.setattr(memory, "MAX_REMEMBERED", 1)
     remember_memory(ModelSpec("m", "llama", str(file), {"slots": 9}), 7)
     assert expected_memory(spec) == first
 
@@ -104,9 +118,8 @@ def test_damaged_measurement_file_is_ignored(file: Path, home: Path, monkeypatch
 def test_in_process_models_need_no_memory() -> None:
     assert expected_memory(ModelSpec("s", "scripted")) == 0
     assert expected_memory(ModelSpec("s", "scripted", None, {"crash_after": 5})) == PROCESS_BYTES
-    assert not needs_worker(ModelSpec("s", "scripted"))
-    with pytest.raises(ConfigError, match=r"models\.s: "):
-        needs_worker(ModelSpec("s", "scripted", None, {"chunk": "many"}))
+    with pytest.raises(ConfigError, match="chunk: expected `int`"):
+        expected_memory(ModelSpec("s", "scripted", None, {"chunk": "many"}))
 
 
 def test_unreadable_file_is_estimated_by_size(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from dragoman.models import process_memory
-from dragoman.models.process_memory import resident_memory, session_memory
+from dragoman.models import memory
+from dragoman.models.memory import resident_memory, session_memory
 
 MEBI = 2**20
 FAMILY = """
@@ -51,7 +51,7 @@ def family(children: int) -> Iterator[int]:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_memory, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(memory, "SESSIONS_SECONDS", 0.0)
 
 
 def test_resident_memory() -> None:
@@ -71,6 +71,6 @@ def test_shared_pages_of_a_session_count_once() -> None:
 
 
 def test_without_pss_each_process_counts_fully(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_memory, "PSS", re.compile("nothing like it"))
+    monkeypatch.setattr(memory, "PSS", re.compile("nothing like it"))
     with family(2) as pid:
         assert session_memory(pid) > (3 * 64 + 2 * 32) * MEBI

@@ -22,13 +22,18 @@ from dragoman.models.residency import (
 from tests.models.residency_model import leave
 
 
+def load(residency: Residency, key: str, need: int, measured: int | None = None) -> None:
+    residency.feed(ModelAdded(key), 0)
+    residency.feed(LoadRequested(key), 0)
+    residency.feed(MemoryEstimated(key, need), 0)
+    residency.feed(ModelLoaded(key, need if measured is None else measured), 1)
+
+
 def test_model_larger_than_estimated_evicts_others() -> None:
     residency = Residency(10, 4)
     for key in "ab":
-        residency.feed(ModelAdded(key), 0)
-        residency.feed(UseRequested(key, 0), 0)
-        residency.feed(MemoryEstimated(key, 5), 0)
-        residency.feed(ModelLoaded(key, 5), 1)
+        load(residency, key, 5)
+        residency.enter(key)
         leave(residency, key, 2)
     residency.feed(ModelAdded("c"), 3)
     residency.feed(LimitsChanged(16, 4), 3)
@@ -58,28 +63,22 @@ def test_model_larger_than_the_budget_is_refused() -> None:
 
 def test_failed_measurement_keeps_the_estimate() -> None:
     residency = Residency(budget=100)
-    for key, need in (("a", 80), ("b", 90)):
-        residency.feed(ModelAdded(key), 0)
-        residency.feed(UseRequested(key, 0), 0)
-        effects = residency.feed(MemoryEstimated(key, need), 0)
-        if key == "a":
-            assert effects == [LoadModel("a")]
-            residency.feed(ModelLoaded("a", 0), 1)
-    assert effects == []
+    load(residency, "a", 80, measured=0)
+    residency.enter("a")
+    residency.feed(ModelAdded("b"), 2)
+    residency.feed(UseRequested("b", 0), 2)
+    assert residency.feed(MemoryEstimated("b", 90), 2) == []
     assert residency.models["a"].current_memory() == 80
 
 
 def test_growth_counts() -> None:
     residency = Residency(budget=100, turn=4)
     for key in ("a", "b"):
-        residency.feed(ModelAdded(key), 0)
-        residency.feed(LoadRequested(key), 0)
-        residency.feed(MemoryEstimated(key, 30), 0)
-        residency.feed(ModelLoaded(key, 40), 1)
+        load(residency, key, 30, 40)
     assert residency.feed(MemoryMeasured("a", 70), 9) == [UnloadModel("a", "memory is short")]
     residency.feed(ModelUnloaded("a"), 10)
     residency.feed(UseRequested("a", 0), 10)
-    assert residency.models["b"].state == "leaving"
+    assert residency.models["b"].state == "unloading"
     assert residency.feed(ModelUnloaded("b"), 11) == [LoadModel("a")]
     residency.feed(ModelLoaded("a", 20), 12)
     assert residency.models["a"].current_memory() == 70
@@ -88,18 +87,15 @@ def test_growth_counts() -> None:
 @pytest.mark.parametrize("grown", [101, 500])
 def test_model_grown_beyond_the_budget_keeps_serving(grown: int) -> None:
     residency = Residency(budget=100, turn=4)
-    for key, need in (("a", 60), ("b", 30)):
-        residency.feed(ModelAdded(key), 0)
-        residency.feed(LoadRequested(key), 0)
-        residency.feed(MemoryEstimated(key, need), 0)
-        residency.feed(ModelLoaded(key, need), 1)
+    load(residency, "a", 60)
+    load(residency, "b", 30)
     residency.enter("a")
     # The other model is unloaded, although that is not enough.
     assert residency.feed(MemoryMeasured("a", grown), 9) == [UnloadModel("b", "memory is short")]
     residency.feed(ModelUnloaded("b"), 10)
     assert leave(residency, "a", 11) == []
     assert residency.feed(TimerFired(), 60) == []
-    assert residency.models["a"].state == "in"
+    assert residency.models["a"].state == "loaded"
     # A request for the other model evicts it; later it is loaded again, alone.
     assert residency.feed(UseRequested("b", 0), 61) == [UnloadModel("a", "memory is needed for b")]
     assert residency.feed(ModelUnloaded("a"), 62) == [LoadModel("b")]
@@ -112,10 +108,7 @@ def test_model_grown_beyond_the_budget_keeps_serving(grown: int) -> None:
 
 def test_growth_does_not_refuse_requests_under_a_lower_budget() -> None:
     residency = Residency(budget=100)
-    residency.feed(ModelAdded("a"), 0)
-    residency.feed(LoadRequested("a"), 0)
-    residency.feed(MemoryEstimated("a", 40), 0)
-    residency.feed(ModelLoaded("a", 40), 1)
+    load(residency, "a", 40)
     residency.feed(MemoryMeasured("a", 90), 2)
     assert residency.feed(LimitsChanged(50, 4), 40) == []
     residency.feed(UnloadRequested("a"), 41)

@@ -1,17 +1,19 @@
 """The call readers in isolation: what they report, when, and what they reject."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dragoman.core.events import Event, ToolCallDelta, ToolCallStart
+from dragoman.core.request import Tool
 from dragoman.formats.syntax import Braced, CallSection, JsonCall, NamedJson, Pythonic, Tagged
-from dragoman.pipeline.call_readers import DETECTORS, READERS, MalformedCall
-from dragoman.pipeline.call_readers.call_sink import parameter_kind
-from dragoman.pipeline.text_buffer import TextBuffer
+from dragoman.pipeline.call_sections import DETECTORS, READERS
+from dragoman.pipeline.event_writer import EventWriter, MalformedCall
+from dragoman.pipeline.text_buffer import Parser, TextBuffer
 from tests.support.text_splits import cut, cuttings
 
 TAGS = Tagged("<f={name}>", "<p={key}>\n", "\n</p>", "</f>")
@@ -25,49 +27,37 @@ SECTIONS = {
 PARAMETERS = {"text": {"type": "string"}, "count": {"type": "integer"}}
 
 
-class RecordingSink:
-    """Records what a reader reports, piece by piece."""
+class Reading:
+    """A reader of one kind of call at work."""
 
-    def __init__(self) -> None:
-        self.started = False
-        self.strict = False
-        self.calls: list[tuple[str, list[str]]] = []
-        self.warnings: list[str] = []
-
-    def start(self, name: str) -> None:
-        self.started = True
-        self.calls.append((name, []))
-
-    def arguments(self, text: str) -> None:
-        self.calls[-1][1].append(text)
-
-    def end(self) -> None:
-        self.started = False
-
-    def warn(self, message: str) -> None:
-        self.warnings.append(message)
-
-    def parameters(self, name: str) -> Mapping[str, Any]:
-        return PARAMETERS
+    def __init__(self, kind: str, parameters: Any = PARAMETERS) -> None:
+        section, self.buffer = SECTIONS[kind], TextBuffer()
+        tool = Tool("f", parameters={"type": "object", "properties": parameters})
+        self.writer = EventWriter(self.buffer, {"f": tool}, parallel=True)
+        self.parser: Parser[None] = READERS[type(section.call)](self.buffer, section.call, section, self.writer)
+        self.events: list[Event] = []
 
     @property
     def reported(self) -> list[tuple[str, str]]:
-        return [(name, "".join(pieces)) for name, pieces in self.calls]
+        self.writer.flush(self.events)
+        calls: list[tuple[str, str]] = []
+        for event in self.events:
+            if isinstance(event, ToolCallStart):
+                calls.append((event.name, ""))
+            elif isinstance(event, ToolCallDelta):
+                calls[-1] = (calls[-1][0], calls[-1][1] + event.arguments)
+        return calls
 
-
-def read(kind: str, pieces: Sequence[str], cut_short: bool = False) -> tuple[RecordingSink, str]:
-    """Return the sink and the unread text."""
-    section, buffer, sink = SECTIONS[kind], TextBuffer(), RecordingSink()
-    reading = READERS[type(section.call)](buffer, section.call, section, sink)
-    for piece in pieces:
-        buffer.feed(piece)
-        while (waiting := next(reading, "done")) != "done" and buffer.refill():
-            pass
-        if waiting == "done":
-            return sink, buffer.window
-    buffer.end(cut_short)
-    assert next(reading, "done") == "done"
-    return sink, buffer.window
+    def read(self, pieces: Sequence[str], cut_short: bool = False) -> "Reading":
+        for piece in pieces:
+            self.buffer.feed(piece)
+            while (waiting := next(self.parser, "done")) != "done" and self.buffer.refill():
+                pass
+            if waiting == "done":
+                return self
+        self.buffer.end(cut_short)
+        assert next(self.parser, "done") == "done"
+        return self
 
 
 def written(kind: str, name: str, arguments: dict[str, Any]) -> str:
@@ -113,10 +103,10 @@ def test_arguments_round_trip(kind: str, count: Any, text: str, cuts: list[int])
     output = written(kind, "f", arguments)
     for pieces in ([output], list(output), cut(output, cuts)):
         # A reader does not consume text after the call.
-        sink, left = read(kind, [*pieces, "</c> "] if kind != "named" else [*pieces, "[C]"])
-        assert [(name, json.loads(reported)) for name, reported in sink.reported] == [("f", arguments)]
-        assert sink.warnings == []
-        assert left in ("", "</c> ", "[C]")
+        reading = Reading(kind).read([*pieces, "</c> "] if kind != "named" else [*pieces, "[C]"])
+        assert [(name, json.loads(reported)) for name, reported in reading.reported] == [("f", arguments)]
+        assert reading.writer.warnings == []
+        assert reading.buffer.window in ("", "</c> ", "[C]")
 
 
 STREAMED = [
@@ -129,29 +119,27 @@ STREAMED = [
 
 @pytest.mark.parametrize(("kind", "head", "opening", "closing", "tail"), STREAMED)
 def test_strings_are_streamed(kind: str, head: str, opening: str, closing: str, tail: str) -> None:
-    section, buffer, sink = SECTIONS[kind], TextBuffer(), RecordingSink()
-    reading = READERS[type(section.call)](buffer, section.call, section, sink)
-    buffer.feed(head + opening)
-    next(reading)
+    reading = Reading(kind)
+    reading.buffer.feed(head + opening)
+    next(reading.parser)
     for i in range(1, 50):
-        buffer.feed("word ")
-        next(reading)
-        reported = sink.reported[0][1]
+        reading.buffer.feed("word ")
+        next(reading.parser)
+        reported = reading.reported[0][1]
         # A space may belong to the end of the string, but complete words are reported.
         assert reported.startswith('{"text": "word')
         assert reported.count("word") == i
 
 
 def test_python_calls_are_reported_when_complete() -> None:
-    section, buffer, sink = SECTIONS["pythonic"], TextBuffer(), RecordingSink()
-    reading = READERS[Pythonic](buffer, section.call, section, sink)
-    buffer.feed("[f(a=1), g(b=(2)), h(")
-    next(reading)
-    assert sink.reported == [("f", '{"a":1}'), ("g", '{"b":2}')]
-    buffer.end()
+    reading = Reading("pythonic")
+    reading.buffer.feed("[f(a=1), g(b=(2)), h(")
+    next(reading.parser)
+    assert reading.reported == [("f", '{"a":1}'), ("g", '{"b":2}')]
+    reading.buffer.end()
     with pytest.raises(MalformedCall):
-        next(reading)
-    assert len(sink.reported) == 2
+        next(reading.parser)
+    assert len(reading.reported) == 2
 
 
 REFUSED = [
@@ -193,7 +181,7 @@ REFUSED = [
 def test_non_calls_are_malformed(kind: str, output: str, cuts: list[int]) -> None:
     for pieces in ([output], cut(output, cuts)):
         with pytest.raises(MalformedCall):
-            read(kind, pieces)
+            Reading(kind).read(pieces)
 
 
 BROKEN = [
@@ -213,10 +201,12 @@ BROKEN = [
 @given(cuts=cuttings())
 def test_incomplete_calls(kind: str, output: str, stopped: str, cut_short: str, cuts: list[int]) -> None:
     for pieces in ([output], cut(output, cuts)):
-        sink, left = read(kind, pieces)
-        assert (sink.reported, left, len(sink.warnings)) == ([("f", stopped)], "", 1)
-        sink, left = read(kind, pieces, cut_short=True)
-        assert (sink.reported, left, sink.warnings) == ([("f", cut_short)], "", [])
+        reading = Reading(kind).read(pieces)
+        assert (reading.reported, reading.buffer.window) == ([("f", stopped)], "")
+        assert reading.writer.warnings
+        reading = Reading(kind).read(pieces, cut_short=True)
+        assert (reading.reported, reading.buffer.window) == ([("f", cut_short)], "")
+        assert reading.writer.warnings == []
 
 
 @pytest.mark.parametrize("kind", SECTIONS)
@@ -231,21 +221,28 @@ def test_detectors_reject_other_text(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "kind"),
+    ("schema", "number", "null"),
     [
-        ({"type": "string"}, "text"),
-        ({"type": "integer"}, "json"),
-        ({"type": "object"}, "json"),
-        ({"enum": ["a", "b"]}, "text"),
-        ({"enum": ["a", 1]}, "either"),
-        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "optional"),
-        ({"type": ["string", "null"]}, "optional"),
-        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "json"),
-        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "either"),
-        ({}, "either"),
-        (None, "either"),
-        (True, "either"),
+        ({"type": "string"}, "5", "null"),
+        ({"enum": ["a", "b"]}, "5", "null"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "5", None),
+        ({"type": ["string", "null"]}, "5", None),
+        *(
+            (schema, 5, None)
+            for schema in (
+                {"type": "integer"},
+                {"type": "object"},
+                {"enum": ["a", 1]},
+                {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+                {},
+                None,
+                True,
+            )
+        ),
     ],
 )
-def test_parameter_kind(schema: object, kind: str) -> None:
-    assert parameter_kind(schema) == kind
+def test_schema_decides_whether_a_tagged_parameter_is_text(schema: Any, number: Any, null: Any) -> None:
+    for value, expected in (("5", number), ("null", null)):
+        reading = Reading("tagged", {"x": schema}).read([f"<f=f><p=x>\n{value}\n</p></f></c>"])
+        assert [json.loads(arguments) for _, arguments in reading.reported] == [{"x": expected}]

@@ -11,25 +11,16 @@ import pytest
 from dragoman.core.engine import Engine, Output
 from dragoman.core.errors import BadRequest, ContextTooLong, EngineFailed, NotSupported, UnsupportedParameter
 from dragoman.core.events import Event, Finished, Started, TextDelta, TokenLogprob, Usage
-from dragoman.core.reply import Collection, Reply
+from dragoman.core.features import Feature
+from dragoman.core.reply import Reply
 from dragoman.core.request import Asked, GenerationRequest, Message, Sampling, Text
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions, ScriptedReply
 from dragoman.models.admission import Admission, Slots
 from dragoman.pipeline.generate import check_features, check_limits, generate
+from tests.support.generation import whole
 
 NO_LIMIT = Slots(Admission(None, 0, 1), "alice")
 CHAT = GenerationRequest(id="1", model="m", messages=(Message("user", (Text("hello there"),)),))
-
-
-async def whole(engine: Engine, request: GenerationRequest, admission: Admission | None = None) -> Reply:
-    slots = Slots(admission or Admission(None, 0, 1), "alice")
-    await slots.acquire_first()
-    collection = Collection()
-    try:
-        await generate(engine, request, slots, collection.add)
-    finally:
-        slots.close()
-    return collection.reply()
 
 
 async def after_first_batch(engine: Engine) -> tuple[asyncio.Task[None], list[Sequence[Event]]]:
@@ -261,7 +252,12 @@ def test_back_pressure_on_a_fast_generator() -> None:
 
 def test_unsupported_parameters_are_ignored_or_rejected() -> None:
     request = GenerationRequest(
-        model="m", asked=(Asked("chat", "messages"), Asked("temperature", "temperature"), Asked("unknown", "foo"))
+        model="m",
+        asked=(
+            Asked(Feature.CHAT, "messages"),
+            Asked(Feature.TEMPERATURE, "temperature"),
+            Asked(Feature.UNKNOWN, "foo"),
+        ),
     )
     assert check_features(request.model, request.asked, frozenset({"chat", "temperature"}), strict=False) == ("foo",)
     assert check_features(request.model, request.asked, frozenset({"chat"}), strict=False) == ("temperature", "foo")
@@ -274,11 +270,11 @@ def test_unsupported_parameters_are_ignored_or_rejected() -> None:
 
 
 def test_limit_errors_name_the_field() -> None:
-    many = GenerationRequest(choices=9, asked=(Asked("choices", "n"),))
+    many = GenerationRequest(choices=9, asked=(Asked(Feature.CHOICES, "n"),))
     with pytest.raises(BadRequest) as caught:
         check_limits(many, choices=8, stop_strings=1)
     assert caught.value.param == "n"
-    stops = GenerationRequest(stop=("a", "b"), asked=(Asked("stop", "stop_sequences"),))
+    stops = GenerationRequest(stop=("a", "b"), asked=(Asked(Feature.STOP, "stop_sequences"),))
     with pytest.raises(BadRequest) as caught:
         check_limits(stops, choices=8, stop_strings=1)
     assert caught.value.param == "stop_sequences"

@@ -20,7 +20,7 @@ from dragoman.core.request import Part, Reasoning, Text, ToolCall
 from dragoman.formats import FORMATS
 from dragoman.pipeline import split as split_module
 from dragoman.pipeline.count import CountStage
-from dragoman.pipeline.split import SplitStage, is_quoted, starts_inside_reasoning
+from dragoman.pipeline.split import SplitStage, starts_inside_reasoning
 from dragoman.pipeline.stop import StopStage
 from dragoman.pipeline.text_buffer import MAX_GAP, TextBuffer
 from tests.formats.cases import OUTPUTS, TOOLS
@@ -147,7 +147,6 @@ def test_reply_ends_after_one_call_without_parallel_calls() -> None:
 @pytest.mark.parametrize("name", ["hunyuan", "llama3", "pythonic", "kimi", "minimax", "harmony", "mistral", "gemma"])
 def test_list_ends_after_one_call_without_parallel_calls(name: str) -> None:
     output = OUTPUTS[name]["several calls"]
-    assert isinstance(output, str)
     whole, *others = [joined(play(name, pieces, parallel=False)) for pieces in ([output], list(output))]
     assert [whole] == others
     assert [part.name for part in whole.parts if isinstance(part, ToolCall)] == ["get_weather"]
@@ -202,25 +201,6 @@ def test_ambiguous_markers_in_reasoning(output: str, expected: tuple[Part, ...],
         assert found.warnings == ()
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "quoted"),
-    [
-        ("a `", "`", True),
-        ('a "', '" b', True),
-        ("a '", "'", True),
-        ("it'", "'", False),
-        ("a ", " b", False),
-        ('a "', "'", False),
-        ('"a" "', '"', True),
-        ('"a"', '"', False),
-        ('"\n"', '"', True),
-        ("", "", False),
-    ],
-)
-def test_is_quoted(before: str, after: str, quoted: bool) -> None:
-    assert is_quoted(before, after) is quoted
-
-
 # Rule 5: openers outside reasoning.
 
 
@@ -268,20 +248,8 @@ def token(text: str, number: int) -> TextDelta:
 
 
 def test_token_ids_go_with_text_and_reasoning_only() -> None:
-    texts = [
-        "<think>",
-        "a",
-        "b",
-        "</think>",
-        "c",
-        "d ",
-        "<tool_call>",
-        '{"name": "now", "arguments": ',
-        "{}",
-        "}",
-        "</tool_call>",
-        "e",
-    ]
+    texts = ["<think>", "a", "b", "</think>", "c", "d ", "<tool_call>"]
+    texts += ['{"name": "now", "arguments": ', "{}", "}", "</tool_call>", "e"]
     stage = SplitStage(FORMATS["hermes"], TOOLS)
     events = [*stage([Started()]), *stage([token(text, i) for i, text in enumerate(texts)]), *stage([Finished()])]
     assert count_tokens(events) == len(texts)

@@ -98,26 +98,6 @@ def test_starts_with_waits_for_the_longest(text: str, texts: tuple[str, ...], ex
     assert (match, buffer.window) == (expected, text)
 
 
-@settings(deadline=None)
-@given(cuts=cuttings())
-def test_take_literal_is_all_or_nothing(cuts: list[int]) -> None:
-    for text, taken in (("<abc>", True), ("<abd>", False), ("<ab", False)):
-        match, buffer = read(lambda buffer: buffer.take_literal("<abc>"), cut(text, cuts))
-        assert match is taken
-        assert buffer.window == ("" if taken else text)
-
-
-@settings(deadline=None)
-@given(cuts=cuttings())
-def test_skip_space_peek_and_has_length(cuts: list[int]) -> None:
-    _, buffer = read(lambda buffer: buffer.skip_space(), cut(" \n\t a ", cuts))
-    assert buffer.window == "a "
-    assert read(lambda buffer: buffer.peek(), cut("ab", cuts))[0] == "a"
-    assert read(lambda buffer: buffer.peek(), [])[0] == ""
-    assert read(lambda buffer: buffer.has_length(2), cut("ab", cuts))[0]
-    assert not read(lambda buffer: buffer.has_length(3), cut("ab", cuts))[0]
-
-
 def test_push_back() -> None:
     buffer = TextBuffer()
     buffer.feed("abcdef")

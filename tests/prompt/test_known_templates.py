@@ -3,123 +3,11 @@
 After a change, `python -m tests.prompt.test_known_templates` rewrites the files.
 """
 
-from pathlib import Path
-
-import msgspec
 import pytest
 
-from dragoman.core.request import GenerationRequest, Message, Reasoning, Text, Tool, ToolCall, ToolResult
-from dragoman.formats import FORMATS, detect_format
-from dragoman.prompt import ChatTemplate, Prompt
-
-FOLDER = Path(__file__).parent / "templates"
-
-
-class Case(msgspec.Struct, frozen=True):
-    """The format and the control tokens of a model."""
-
-    format: str
-    control: tuple[str, ...]
-    bos: str = ""
-    eos: str = ""
-
-
-CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
-CASES = {
-    "chatml": Case("hermes", CHATML, eos="<|im_end|>"),
-    "qwen": Case("hermes", CHATML, eos="<|im_end|>"),
-    "qwen_xml": Case("qwen_xml", CHATML, eos="<|im_end|>"),
-    "llama3": Case(
-        "llama3",
-        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"),
-        bos="<|begin_of_text|>",
-        eos="<|eot_id|>",
-    ),
-    "mistral": Case(
-        "mistral_array",
-        (
-            *("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
-            *("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
-        ),
-        bos="<s>",
-        eos="</s>",
-    ),
-    "gemma": Case(
-        "gemma",
-        (
-            *("<bos>", "<eos>", "<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>"),
-            *("<|tool_response>", "<tool_response|>", "<|channel>", "<channel|>", "<|think|>", '<|"|>'),
-        ),
-        bos="<bos>",
-        eos="<turn|>",
-    ),
-    "deepseek": Case(
-        "deepseek",
-        (
-            *(
-                "<｜begin▁of▁sentence｜>",
-                "<｜end▁of▁sentence｜>",
-                "<｜User｜>",
-                "<｜Assistant｜>",
-                "<think>",
-                "</think>",
-            ),
-            *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
-            *("<｜tool▁sep｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
-        ),
-        bos="<｜begin▁of▁sentence｜>",
-        eos="<｜end▁of▁sentence｜>",
-    ),
-    "harmony": Case(
-        "harmony", ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>"), eos="<|return|>"
-    ),
-    "glm": Case("glm", ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")),
-}
-
-WEATHER = Tool(
-    "get_weather",
-    "The weather of a city.",
-    {
-        "type": "object",
-        "properties": {
-            "city": {"type": "string", "description": "Its name"},
-            "days": {"type": "integer"},
-            "unit": {"type": "string", "enum": ["C", "F"]},
-        },
-        "required": ["city"],
-    },
-)
-CALL = ToolCall("call_wx12345678", "get_weather", '{"city": "Zürich", "days": 2}')
-CONVERSATION = GenerationRequest(
-    messages=(
-        Message("system", (Text("You are terse."),)),
-        Message("user", (Text("Will it rain in Zürich?"),)),
-        Message("assistant", (Reasoning("They want a forecast."), CALL)),
-        Message("tool", (ToolResult(CALL.id, (Text('{"rain": true}'),)),)),
-        Message("assistant", (Reasoning("It says rain."), Text("Yes."))),
-        Message("user", (Text("And in Bern?"),)),
-    ),
-    tools=(WEATHER,),
-    template_options={"date_string": "15 Nov 2026"},
-)
-WORKING = msgspec.structs.replace(CONVERSATION, messages=CONVERSATION.messages[:4])
-
-
-def source(name: str) -> str:
-    return (FOLDER / f"{name}.jinja").read_text("utf-8")
-
-
-def made(name: str) -> ChatTemplate:
-    """A template with the format and control tokens of the model."""
-    case = CASES[name]
-    return ChatTemplate(
-        source(name),
-        bos=case.bos,
-        eos=case.eos,
-        control=case.control,
-        format=FORMATS[case.format],
-        allowed=("date_string",),
-    )
+from dragoman.formats import detect_format
+from dragoman.prompt import Prompt
+from tests.prompt.families import CASES, CONVERSATION, FOLDER, WORKING, made, source
 
 
 def golden(prompt: Prompt) -> str:
@@ -127,7 +15,7 @@ def golden(prompt: Prompt) -> str:
     return f"{prompt.text}\n===== the prompt ends here{ends}\n"
 
 
-def format_calls(name: str) -> str:
+def render(name: str) -> str:
     template = made(name)
     return golden(template.render(CONVERSATION)) + golden(template.render(WORKING))
 
@@ -139,9 +27,9 @@ def test_format_is_detected_from_template(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_prompt(name: str) -> None:
-    assert format_calls(name) == (FOLDER / f"{name}.txt").read_text("utf-8")
+    assert render(name) == (FOLDER / f"{name}.txt").read_text("utf-8")
 
 
 if __name__ == "__main__":
     for each in CASES:
-        (FOLDER / f"{each}.txt").write_text(format_calls(each), "utf-8")
+        (FOLDER / f"{each}.txt").write_text(render(each), "utf-8")

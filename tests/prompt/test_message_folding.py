@@ -24,7 +24,7 @@ from dragoman.formats.syntax import ModelFormat
 from dragoman.pipeline.split import SplitStage
 from dragoman.prompt import ChatTemplate
 from dragoman.prompt.plain_text_tools import format_calls
-from tests.prompt.test_known_templates import CASES, source
+from tests.prompt.families import CASES, source
 
 STRICT = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"

@@ -41,18 +41,8 @@ FILTERING = (
 )
 ADJACENT = "{% for message in messages %}{{ message['name'] }}{{ message['content'] | trim }}<|im_end|>{% endfor %}"
 CONTROL = (
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|im_end|>|",
-    "<|begin_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<|assistant|>",
-    "<|user|>",
-    "<|system|>",
-    "<s>",
-    "</s>",
+    *("<|im_start|>", "<|im_end|>", "<|im_end|>|", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
+    *("<|eot_id|>", "<|assistant|>", "<|user|>", "<|system|>", "<s>", "</s>"),
 )
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "trim": TRIM, "meeting": ADJACENT}
 

@@ -3,11 +3,12 @@
 import pytest
 
 from dragoman.core.errors import BadRequest
+from dragoman.core.features import Feature
 from dragoman.core.request import Asked, GenerationRequest, Message, Text, Thinking
 from dragoman.formats import FORMATS
 from dragoman.formats.syntax import Channels, ModelFormat, Tags
 from dragoman.prompt import ChatTemplate
-from tests.prompt.test_known_templates import CONVERSATION, made
+from tests.prompt.families import CONVERSATION, made
 
 PLAIN = ModelFormat("plain")
 THINKS = ModelFormat("thinks", thoughts=(Tags("<think>", "</think>"), Tags("[THINK]", "[/THINK]")))
@@ -17,10 +18,10 @@ PRINTS = (
 )
 CONTENT_ONLY = "{% for m in messages %}{{ m.content }}{% endfor %}"
 ASKED = (
-    Asked("thinking", "reasoning_effort"),
-    Asked("thinking", "enable_thinking"),
-    Asked("thinking", "thinking_budget"),
-    Asked("tools", "tools"),
+    Asked(Feature.THINKING, "reasoning_effort"),
+    Asked(Feature.THINKING, "enable_thinking"),
+    Asked(Feature.THINKING, "thinking_budget"),
+    Asked(Feature.TOOLS, "tools"),
 )
 
 

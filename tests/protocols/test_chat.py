@@ -1,27 +1,17 @@
-"""Server side of chat completions: decoding requests, encoding replies."""
+"""Server side of chat completions: decoding requests."""
 
+from functools import partial
 from typing import Any
 
-import msgspec
 import pytest
 
-from dragoman.core.errors import BadRequest, EngineDied
-from dragoman.core.events import (
-    Finished,
-    ReasoningDelta,
-    Started,
-    TextDelta,
-    TokenLogprob,
-    ToolCallDelta,
-    ToolCallStart,
-    Usage,
-)
 from dragoman.core.request import (
     Delivery,
     Image,
     JsonSchema,
     Logprobs,
     Message,
+    Part,
     Reasoning,
     Text,
     Thinking,
@@ -30,7 +20,10 @@ from dragoman.core.request import (
     ToolChoice,
     ToolResult,
 )
-from tests.protocols.chat_helpers import CHAT, REQUEST, asked, chunk, collected, decode, frames, parse
+from tests.protocols import wire
+from tests.protocols.wire import features, rejected_param
+
+decode = partial(wire.decode, "chat")
 
 
 def test_decode_all_roles_and_content_types() -> None:
@@ -61,7 +54,7 @@ def test_decode_all_roles_and_content_types() -> None:
         Message("tool", (ToolResult("h", (Text("done"),)),), "h"),
         Message("assistant", (Text("no"),)),
     )
-    assert asked(request) == set()
+    assert features(request) == set()
 
 
 def test_decode_every_option() -> None:
@@ -77,13 +70,13 @@ def test_decode_every_option() -> None:
     assert request.delivery == Delivery(stream=True, usage=True)
     names = "temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty logit_bias stop "
     names += "stop_token_ids ignore_eos logprobs"
-    assert asked(request) == {(name, name) for name in names.split()} | {("choices", "n")}
+    assert features(request) == {(name, name) for name in names.split()} | {("choices", "n")}
 
 
 def test_null_and_neutral_values_request_no_features() -> None:
     nulls = ("temperature", "seed", "stop", "tools", "response_format", "stream_options", "logit_bias", "unknown_field")
     request = decode(**dict.fromkeys(nulls), presence_penalty=0, frequency_penalty=0.0, top_p=1, n=1, logprobs=False)
-    assert asked(request) == set()
+    assert features(request) == set()
     assert request.sampling.temperature is None
 
 
@@ -104,7 +97,7 @@ def test_requested_features_have_their_path() -> None:
     assert request.tool_choice == ToolChoice("named", "f", parallel=False)
     assert request.constraint == JsonSchema(schema, "r", strict=True, path="response_format.json_schema.schema")
     assert request.thinking == Thinking(effort="low")
-    assert asked(request) == {
+    assert features(request) == {
         ("images", "messages[0].content[0]"),
         ("tools", "tools"),
         ("strict_tools", "tools[0].function.strict"),
@@ -146,6 +139,8 @@ INVALID = [
     ({"logit_bias": {str(at): 1 for at in range(10_000)}}, "logit_bias"),
     ({"logit_bias": {"1": 101}}, "logit_bias[...]"),
     ({"seed": 2**70}, "seed"),
+    ({"prompt_cache_retention": "forever"}, "prompt_cache_retention"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"type": "function"}]}]}, "messages[0].tool_calls[0].function"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
 ]  # fmt: skip
@@ -153,98 +148,76 @@ INVALID = [
 
 @pytest.mark.parametrize(("fields", "param"), INVALID)
 def test_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(BadRequest) as caught:
-        decode(**fields)
-    assert caught.value.param == param
-    assert param.split("[")[0] in caught.value.message
-
-
-def test_stream_frames() -> None:
-    encoded = frames(
-        REQUEST, (0, [Started(3)]), (0, [TextDelta('a"\n'), TextDelta(""), TextDelta("é😀")]), (0, [Finished()])
-    )
-    assert encoded == [
-        chunk({"role": "assistant", "content": ""}),
-        chunk({"content": 'a"\n'}),
-        chunk({"content": "é😀"}),
-        chunk({}, finish="stop"),
-        "data: [DONE]",
-    ]
-
-
-def test_interleaved_choices_and_usage() -> None:
-    request = msgspec.structs.replace(REQUEST, choices=2, delivery=Delivery(stream=True, usage=True))
-    encoded = frames(
-        request,
-        (0, [Started(3), TextDelta("a")]),
-        (1, [Started(3), TextDelta("b")]),
-        (1, [Finished("length", usage=Usage(completion=1))]),
-        (0, [Finished("stop", usage=Usage(prompt=3, completion=1, cached=2))]),
-    )
-    assert [entry["choices"][0]["index"] for entry in encoded[:-2]] == [0, 0, 1, 1, 1, 0]
-    assert all(entry["usage"] is None for entry in encoded[:-2])
-    assert encoded[-2]["choices"] == []
-    assert encoded[-2]["usage"] == {
-        "prompt_tokens": 3,
-        "completion_tokens": 2,
-        "total_tokens": 5,
-        "prompt_tokens_details": {"cached_tokens": 2},
-        "completion_tokens_details": {"reasoning_tokens": 0},
-    }
-
-
-def test_logprobs_in_a_frame() -> None:
-    request = msgspec.structs.replace(REQUEST, logprobs=Logprobs(1))
-    entry = TokenLogprob(5, b"\xc3", -0.5, (TokenLogprob(6, b"x", -0.1),))
-    encoded = frames(request, (0, [TextDelta("", logprobs=(entry,))]), (0, [Finished()]))
-    content = [
-        {
-            "token": "�",
-            "logprob": -0.5,
-            "bytes": [0xC3],
-            "top_logprobs": [{"token": "x", "logprob": -0.1, "bytes": [120]}],
-        }
-    ]
-    assert encoded[0] == chunk({"content": ""}, logprobs={"content": content, "refusal": None})
-
-
-def test_error_frame() -> None:
-    encoder = CHAT.encoder(REQUEST, 1)
-    assert parse(encoder.fail(EngineDied("gone"))) == [
-        {"error": {"message": "gone", "type": "inference_error", "param": None, "code": "engine_died"}}
-    ]
-
-
-def test_reply_is_the_collected_stream() -> None:
-    encoded = CHAT.encode_reply(
-        REQUEST,
-        1700000000,
-        collected(
-            [Started(3), ReasoningDelta("hm"), TextDelta("a"), TextDelta("b"), ToolCallStart("c1", "f")],
-            [ToolCallDelta("{"), ToolCallDelta("}"), Finished("tool_calls", usage=Usage(3, 5))],
-        ),
-    )
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    message: dict[str, Any] = {"role": "assistant", "content": "ab", "refusal": None}
-    message |= {"reasoning_content": "hm", "reasoning": "hm", "tool_calls": [call]}
-    assert encoded["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "tool_calls"}]
-    assert (encoded["object"], encoded["usage"]["total_tokens"]) == ("chat.completion", 8)
+    assert rejected_param("chat", **fields) == param
 
 
 def test_documents() -> None:
     request = decode(documents=[{"title": "A", "text": "b"}])
     assert request.documents == ({"title": "A", "text": "b"},)
-    assert asked(request) == {("documents", "documents")}
+    assert features(request) == {("documents", "documents")}
 
 
 @pytest.mark.parametrize(("retention", "seconds"), [(None, 0), ("in_memory", 0), ("in-memory", 0), ("24h", 24 * 3600)])
 def test_prompt_cache_retention(retention: str | None, seconds: float) -> None:
     request = decode(prompt_cache_retention=retention)
     assert request.keep_seconds == seconds
-    assert asked(request) == set()
+    assert features(request) == set()
 
 
-def test_unknown_retention_is_rejected() -> None:
-    with pytest.raises(BadRequest) as caught:
-        decode(prompt_cache_retention="forever")
-    assert caught.value.param == "prompt_cache_retention"
+def decode_message(**fields: Any) -> Message:
+    request = decode(messages=[fields])
+    assert features(request) == set()
+    return request.messages[0]
+
+
+DETAILS = [{"type": "reasoning.text", "text": "a"}, {"type": "reasoning.summary", "summary": "b"}]
+BLOCKS = [{"type": "thinking", "thinking": "c", "signature": "s"}, {"type": "redacted_thinking", "data": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasoning"),
+    [
+        ({"reasoning_content": "x"}, "x"),
+        ({"reasoning": "x"}, "x"),
+        ({"reasoning_content": "x", "reasoning": "x"}, "x"),
+        ({"reasoning_details": DETAILS}, "ab"),
+        ({"thinking_blocks": BLOCKS}, "c"),
+        ({"reasoning_details": DETAILS, "thinking_blocks": BLOCKS}, "ab"),
+        ({"reasoning_content": "x", "reasoning_details": DETAILS, "thinking_blocks": BLOCKS}, "x"),
+        ({"reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}], "thinking_blocks": BLOCKS}, "c"),
+        ({"reasoning_content": None, "reasoning": None, "reasoning_details": None}, None),
+        ({"reasoning_content": "", "reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}]}, None),
+    ],
+)
+def test_reasoning_fields(fields: dict[str, Any], reasoning: str | None) -> None:
+    expected: tuple[Part, ...] = () if reasoning is None else (Reasoning(reasoning),)
+    assert decode_message(role="assistant", content="hi", **fields).parts == (*expected, Text("hi"))
+
+
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    [('{"x": 1}', '{"x": 1}'), ({"x": 1}, '{"x":1}'), (None, "{}"), ("", "{}"), ("{cut", "{cut")],
+)
+def test_call_arguments(field: Any, arguments: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": field}}
+    assert decode_message(role="assistant", content=None, tool_calls=[call]).parts == (ToolCall("c", "f", arguments),)
+
+
+@pytest.mark.parametrize(
+    ("fields", "result"),
+    [
+        ({"content": "ok"}, ToolResult("c", (Text("ok"),))),
+        ({"content": [{"type": "text", "text": "ok"}]}, ToolResult("c", (Text("ok"),))),
+        ({"content": None}, ToolResult("c", ())),
+        ({}, ToolResult("c", ())),
+        ({"content": "no", "is_error": True}, ToolResult("c", (Text("no"),), is_error=True)),
+    ],
+)
+def test_tool_result_without_call(fields: dict[str, Any], result: ToolResult) -> None:
+    assert decode_message(role="tool", tool_call_id="c", **fields).parts == (result,)
+
+
+def test_call_of_another_type() -> None:
+    call = {"id": "c", "type": "custom", "custom": {"name": "f", "input": "x"}}
+    request = decode(messages=[{"role": "assistant", "tool_calls": [call]}])
+    assert features(request) == {("custom_tools", "messages[0].tool_calls[0].type")}

@@ -1,12 +1,15 @@
 """Decoding of chat tools and tool choices."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 
-from dragoman.core.errors import BadRequest
 from dragoman.core.request import Tool, ToolChoice
-from tests.protocols.chat_helpers import asked, decode
+from tests.protocols import wire
+from tests.protocols.wire import features, rejected_param
+
+decode = partial(wire.decode, "chat")
 
 
 def tool(name: str, **fields: Any) -> dict[str, Any]:
@@ -38,7 +41,7 @@ def test_tool_fields() -> None:
         Tool("a", "d", parameters, strict=True, path="tools[0].function.parameters"),
         Tool("b", path="tools[1].function.parameters"),
     )
-    assert asked(request) == {TOOLS, ("strict_tools", "tools[0].function.strict")}
+    assert features(request) == {TOOLS, ("strict_tools", "tools[0].function.strict")}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,7 @@ def test_tool_fields() -> None:
 def test_tool_choice(choice: Any, expected: ToolChoice, asks: set[tuple[str, str]]) -> None:
     request = decode(tools=AB, tool_choice=choice)
     assert request.tool_choice == expected
-    assert asked(request) == {TOOLS} | asks
+    assert features(request) == {TOOLS} | asks
     assert [entry.name for entry in request.tools] == ["a", "b"]
     assert decode(tools=AB, tool_choice=choice, parallel_tool_calls=False).tool_choice.parallel is False
 
@@ -65,16 +68,16 @@ def test_allowed_tools_filter_the_tools(mode: str, asks: set[tuple[str, str]]) -
     request = decode(tools=AB, tool_choice=allowed(mode, "b"))
     assert [entry.name for entry in request.tools] == ["b"]
     assert request.tool_choice.mode == mode
-    assert asked(request) == {TOOLS} | asks
+    assert features(request) == {TOOLS} | asks
 
 
 def test_other_tool_types_are_reported() -> None:
     request = decode(tools=[tool("a"), CUSTOM, {"type": "web_search"}], tool_choice="required")
     assert [entry.name for entry in request.tools] == ["a"]
     custom = {("custom_tools", "tools[1].type"), ("custom_tools", "tools[2].type")}
-    assert asked(request) == {TOOLS, CONSTRAINT} | custom
+    assert features(request) == {TOOLS, CONSTRAINT} | custom
     request = decode(tools=[CUSTOM], tool_choice={"type": "custom", "custom": {"name": "c"}})
-    assert asked(request) == {TOOLS, ("custom_tools", "tools[0].type"), ("custom_tools", "tool_choice.type")}
+    assert features(request) == {TOOLS, ("custom_tools", "tools[0].type"), ("custom_tools", "tool_choice.type")}
 
 
 @pytest.mark.parametrize(
@@ -116,10 +119,7 @@ def test_other_tool_types_are_reported() -> None:
     ],
 )
 def test_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(BadRequest) as caught:
-        decode(**fields)
-    assert caught.value.param == param
-    assert caught.value.message.startswith(param)
+    assert rejected_param("chat", **fields) == param
 
 
 @pytest.mark.parametrize("parameters", [{}, {"type": None}, {"type": "object"}, {"type": ["object", "null"]}])
@@ -138,10 +138,10 @@ def test_legacy_functions() -> None:
     assert request.tools == (Tool("a", parameters={}, path="functions[0].parameters"),)
     # `function_call` cannot express two calls.
     assert request.tool_choice == ToolChoice("named", "a", parallel=False)
-    assert asked(request) == {("tools", "functions"), ("constraint", "function_call")}
+    assert features(request) == {("tools", "functions"), ("constraint", "function_call")}
     assert decode(functions=[{"name": "a"}], function_call="none").tool_choice.mode == "none"
 
 
 def test_no_tools() -> None:
     request = decode(tools=[], functions=None, tool_choice="auto", function_call=None, parallel_tool_calls=True)
-    assert (request.tools, request.tool_choice, asked(request)) == ((), ToolChoice(), set())
+    assert (request.tools, request.tool_choice, features(request)) == ((), ToolChoice(), set())

@@ -1,22 +1,19 @@
 """Server side of completions: decoding requests, encoding replies."""
 
 import json
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 
-from dragoman.core.errors import BadRequest
 from dragoman.core.events import Event, Finished, Started, TextDelta, TokenLogprob, Usage
+from dragoman.core.features import Feature
 from dragoman.core.request import Asked, Delivery, GenerationRequest, Logprobs, OneOf
-from dragoman.protocols.registry import PROTOCOLS
-from tests.protocols.chat_helpers import collected, parse
+from tests.protocols import wire
+from tests.protocols.wire import collected, encode_reply, frames, rejected_param
 
-COMPLETIONS = PROTOCOLS["completions"]
-
-
-def decode(**fields: Any) -> GenerationRequest:
-    return COMPLETIONS.decode(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
+decode = partial(wire.decode, "completions")
 
 
 @pytest.mark.parametrize(
@@ -32,7 +29,7 @@ def decode(**fields: Any) -> GenerationRequest:
 def test_prompt_types(prompt: Any, prompts: tuple[Any, ...]) -> None:
     request = decode(prompt=prompt)
     assert request.prompts == prompts
-    has_tokens = any(entry.feature == "token_prompt" for entry in request.asked)
+    has_tokens = any(entry.feature == Feature.TOKEN_PROMPT for entry in request.asked)
     assert has_tokens == any(isinstance(entry, tuple) for entry in prompts)
 
 
@@ -58,9 +55,7 @@ INVALID = [
 
 @pytest.mark.parametrize(("fields", "param"), INVALID)
 def test_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(BadRequest) as caught:
-        decode(**fields)
-    assert caught.value.param == param
+    assert rejected_param("completions", **fields) == param
 
 
 def test_requested_features() -> None:
@@ -83,24 +78,21 @@ STARTED = Started(1, prompt_logprobs=(TokenLogprob(1, b"Hello", None),))
 WORLD = TokenLogprob(2, b" world", -0.5, (TokenLogprob(2, b" world", -0.5), TokenLogprob(3, b" moon", -1.5)))
 
 
-def frames(request: GenerationRequest, events: list[Event]) -> list[Any]:
-    encoder = COMPLETIONS.encoder(request, 1700000000)
-    return parse(encoder.feed(0, events) + encoder.end())
-
-
 def test_stream_frames() -> None:
-    encoded = frames(REQUEST, [Started(1), TextDelta(" world"), Finished("length", usage=Usage(1, 1))])
+    encoded = frames(
+        "completions", REQUEST, (0, [Started(1), TextDelta(" world"), Finished("length", usage=Usage(1, 1))])
+    )
     assert [entry["choices"][0]["text"] for entry in encoded[:-1]] == [" world", ""]
     assert [entry["choices"][0]["finish_reason"] for entry in encoded[:-1]] == [None, "length"]
     assert encoded[0]["object"] == "text_completion"
-    assert encoded[-1] == "data: [DONE]"
+    assert encoded[-1] == "[DONE]"
 
 
 def test_echo_with_logprobs_and_token_ids() -> None:
     delivery = Delivery(stream=True, usage=True, token_ids=True)
     request = msgspec.structs.replace(REQUEST, echo=True, logprobs=Logprobs(2, prompt=True), delivery=delivery)
     events: list[Event] = [STARTED, TextDelta(" world", tokens=(2,), logprobs=(WORLD,)), Finished(usage=Usage(1, 1))]
-    prompt, text, end, usage, _ = frames(request, events)
+    prompt, text, end, usage, _ = frames("completions", request, (0, events))
     assert prompt["choices"][0]["text"] == "Hello"
     assert prompt["choices"][0]["logprobs"] == {
         "tokens": ["Hello"],
@@ -118,7 +110,7 @@ def test_echo_with_logprobs_and_token_ids() -> None:
     assert end["choices"][0]["finish_reason"] == "stop"
     assert usage["usage"]["total_tokens"] == 2
 
-    choice = COMPLETIONS.encode_reply(request, 1, collected(events))["choices"][0]
+    choice = json.loads(encode_reply("completions", request, collected(events)))["choices"][0]
     assert (choice["text"], choice["ids"]) == ("Hello world", [2])
     assert choice["logprobs"]["text_offset"] == [0, 5]
 
@@ -126,5 +118,5 @@ def test_echo_with_logprobs_and_token_ids() -> None:
 def test_constrained_output() -> None:
     request = decode(prompt="a", guided_choice=["yes", "no"])
     assert request.constraint == OneOf(("yes", "no"))
-    assert Asked("constraint", "guided_choice") in request.asked
+    assert Asked(Feature.CONSTRAINT, "guided_choice") in request.asked
     assert decode(prompt="a", response_format={"type": "text"}).constraint is None

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.protocols.responses.custom_tool_text import TextExtractor, extract_text, wrap
-from dragoman.protocols.responses.parts import seal, unseal
+from dragoman.protocols.responses.calls import CallFields, TextExtractor, decode_arguments
+from dragoman.protocols.responses.items import decode_reasoning, encode_reasoning
 from tests.support.text_splits import cut, cuttings
 
 CASES = {
@@ -30,7 +30,8 @@ CASES = {
 
 @pytest.mark.parametrize(("arguments", "text"), CASES.items())
 def test_text_in_arguments(arguments: str, text: str) -> None:
-    assert extract_text(arguments) == text
+    whole = TextExtractor()
+    assert whole.feed(arguments) + whole.end() == text
     extractor = TextExtractor()
     assert "".join([*(extractor.feed(character) for character in arguments), extractor.end()]) == text
 
@@ -38,7 +39,7 @@ def test_text_in_arguments(arguments: str, text: str) -> None:
 @given(st.text(), st.sampled_from([None, 2]), st.booleans(), cuttings())
 def test_round_trip_with_any_split(text: str, indent: int | None, plain: bool, places: list[int]) -> None:
     arguments = json.dumps({"input": text}, indent=indent, ensure_ascii=plain)
-    assert json.loads(wrap(text)) == {"input": text}
+    assert json.loads(decode_arguments("custom", CallFields(input=text))) == {"input": text}
     extractor = TextExtractor()
     pieces = [extractor.feed(piece) for piece in cut(arguments, places)]
     assert "".join([*pieces, extractor.end()]) == text
@@ -46,10 +47,13 @@ def test_round_trip_with_any_split(text: str, indent: int | None, plain: bool, p
 
 @given(st.text())
 def test_encrypted_reasoning_round_trip(reasoning: str) -> None:
-    assert unseal(seal(reasoning)) == reasoning
-    assert unseal(seal(reasoning)[:-4] + "AAA=") in (None, reasoning)
+    assert decode_reasoning(encode_reasoning(reasoning)) == reasoning
+    assert decode_reasoning(encode_reasoning(reasoning)[:-4] + "AAA=") in (None, reasoning)
 
 
-@pytest.mark.parametrize("content", ["", "gAAAAABo", "dgm1.", "dgm1.!!", "dgm1.AAAA", seal("a")[:-1], seal("a") + "A"])
+@pytest.mark.parametrize(
+    "content",
+    ["", "gAAAAABo", "dgm1.", "dgm1.!!", "dgm1.AAAA", encode_reasoning("a")[:-1], encode_reasoning("a") + "A"],
+)
 def test_foreign_encrypted_reasoning(content: str) -> None:
-    assert unseal(content) is None
+    assert decode_reasoning(content) is None

@@ -3,7 +3,6 @@
 import base64
 import json
 import struct
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,8 +14,7 @@ from dragoman.core.embeddings import Embedding, EmbeddingRequest, RerankRequest
 from dragoman.core.errors import BadRequest
 from dragoman.protocols.embeddings import server as embeddings
 from dragoman.protocols.rerank import server as rerank
-
-RECORDED = Path(__file__).parents[1] / "data" / "clients"
+from tests.protocols.wire import recordings
 
 
 def decode(**fields: Any) -> EmbeddingRequest:
@@ -94,15 +92,8 @@ RECORDINGS = {
 }
 
 
-def test_every_recording_is_tested() -> None:
-    paths = {file.stem: json.loads(file.read_text()).get("path") for file in RECORDED.glob("*.json")}
-    assert {name for name, path in paths.items() if path == "/v1/embeddings"} == set(RECORDINGS)
-
-
-@pytest.mark.parametrize(("name", "request_"), RECORDINGS.items())
-def test_recorded_request(name: str, request_: EmbeddingRequest) -> None:
-    body = json.loads((RECORDED / f"{name}.json").read_text())["body"]
-    assert decode(**body) == request_
+def test_recorded_requests() -> None:
+    assert {name: decode(**body) for name, body in recordings("embeddings").items()} == RECORDINGS
 
 
 @given(

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from dragoman.core.events import Event, TextDelta
 from dragoman.protocols.chat import client as chat
-from dragoman.protocols.client.frame_template import FIRST_LESSONS, FrameTemplate
 from dragoman.protocols.messages import client as messages
-from dragoman.protocols.sse import SseDecoder, SseFrame
+from dragoman.protocols.sse import FIRST_LESSONS, FrameTemplate, SseDecoder, SseFrame
 from tests.client.replay import delta, end_chunk, frames, replay
 from tests.support.text_splits import cut_bytes, cuttings
 

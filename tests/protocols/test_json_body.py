@@ -1,11 +1,13 @@
 import json
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dragoman.config.settings import Limits
 from dragoman.core.errors import BadRequest
 from dragoman.protocols import json_body
 
@@ -86,3 +88,49 @@ def test_duplicate_key_is_rejected(encode: Callable[[str], bytes], key: str, tex
 def test_encode_texts_keeps_texts_apart(texts: list[str]) -> None:
     framed = b'["' + json_body.encode_texts(texts, b'","') + b'"]'
     assert json.loads(framed) == texts
+
+
+TEXT = st.text(alphabet=st.sampled_from('a,:[]{}"\\\n\u00e9'))
+NESTED = st.recursive(
+    st.none() | st.integers() | TEXT, lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner), max_leaves=20
+)
+
+
+def elements_of(value: Any) -> int:
+    """Count the elements of a decoded value."""
+    if isinstance(value, dict):
+        return json_body.CONTAINER_WEIGHT + max(0, len(value) - 1) + len(value) + sum(map(elements_of, value.values()))
+    if isinstance(value, list):
+        return json_body.CONTAINER_WEIGHT + max(0, len(value) - 1) + sum(map(elements_of, value))
+    return 0
+
+
+def keys(value: Any) -> int:
+    if isinstance(value, dict):
+        return len(value) + sum(map(keys, value.values()))
+    return sum(map(keys, value)) if isinstance(value, list) else 0
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 1024 * 1024])
+@settings(max_examples=200)
+@given(NESTED, st.booleans())
+def test_counts_match_the_decoded_value(chunk: int, value: Any, ascii_only: bool) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only).encode()
+    exact = elements_of(value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_body, "CHUNK_BYTES", chunk)
+        assert json_body.count_keys(text) == keys(value)
+        assert not json_body.has_more_elements(text, exact)
+        if exact:
+            assert json_body.has_more_elements(text, exact - 1)
+
+
+def test_strings_contain_no_elements() -> None:
+    text = json.dumps({"a": 'say "[1, {2: 3}]" \\' * 100_000}).encode()
+    assert not json_body.has_more_elements(text, 6)
+
+
+def test_default_limit_allows_2048_inputs_of_512_token_ids() -> None:
+    assert Limits().body_elements == json_body.MAX_ELEMENTS
+    text = json.dumps({"input": [[50_000] * 512] * 2048, "model": "minilm"}).encode()
+    assert not json_body.has_more_elements(text, json_body.MAX_ELEMENTS)

@@ -1,5 +1,6 @@
 """Decoding of Anthropic content blocks."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,15 @@ from dragoman.core.request import (
     ToolResult,
 )
 from dragoman.protocols.messages.blocks import sign
-from tests.protocols.anthropic_requests import HI, asked, decode, decode_blocks, rejected_param
+from tests.protocols import wire
+from tests.protocols.wire import HI, asked
+
+decode = partial(wire.decode, "messages")
+rejected_param = partial(wire.rejected_param, "messages")
+
+
+def decode_blocks(role: str, *blocks: dict[str, Any]) -> tuple[Message, ...]:
+    return decode(messages=[{"role": role, "content": list(blocks)}]).messages
 
 
 def test_images() -> None:

@@ -1,12 +1,17 @@
 """Decoding of Anthropic tools: client tools are offered, server tools are reported."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import Tool, ToolChoice
-from tests.protocols.anthropic_requests import asked, decode, rejected_param
+from tests.protocols import wire
+from tests.protocols.wire import asked
+
+decode = partial(wire.decode, "messages")
+rejected_param = partial(wire.rejected_param, "messages")
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"name": "weather", "description": "Tells it.", "input_schema": SCHEMA}

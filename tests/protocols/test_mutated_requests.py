@@ -4,19 +4,18 @@ import copy
 import json
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 
 from dragoman.core.errors import DragomanError
-from dragoman.protocols import messages, responses, thinking_fields
-from dragoman.protocols.chat import response_format, tools
+from dragoman.protocols import response_format, thinking
 from dragoman.protocols.chat import server as chat
+from dragoman.protocols.chat import tools
 from dragoman.protocols.embeddings import server as embeddings
-from dragoman.protocols.registry import PROTOCOLS
+from tests.protocols.wire import decode_body, recordings
 
-RECORDED = Path(__file__).parents[1] / "data" / "clients"
 LONG = "x" * 20_000
 UNUSUAL: list[Any] = [
     *(None, True, False, 0, -1, 1, 1.5, -0.0, 1e-40, 5e-324, 1e308, -1e308),
@@ -28,17 +27,9 @@ UNUSUAL: list[Any] = [
 ]
 
 
-def decode_response(body: bytes) -> object:
-    return responses.decode(responses.parse(body))
-
-
 DECODERS: dict[str, Callable[[bytes], object]] = {
-    "/v1/chat/completions": PROTOCOLS["chat"].decode,
-    "/v1/completions": PROTOCOLS["completions"].decode,
-    "/v1/messages": PROTOCOLS["messages"].decode,
-    "/v1/messages/count_tokens": messages.decode_count,
-    "/v1/responses": decode_response,
-    "/v1/embeddings": embeddings.decode,
+    **{name: partial(decode_body, name) for name in ("chat", "completions", "messages", "responses")},
+    "embeddings": embeddings.decode,
 }
 
 
@@ -51,16 +42,11 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from paths(inner, (*path, key))
 
 
-def bodies(route: str) -> list[dict[str, Any]]:
-    recorded = [json.loads(file.read_text()) for file in sorted(RECORDED.glob("*.json"))]
-    return [entry["body"] for entry in recorded if entry["path"].partition("?")[0] == route and entry.get("body")]
-
-
 FIELDS = sorted(
     {
         *chat.ChatFields.__struct_fields__,
         *response_format.FIELDS,
-        *thinking_fields.FIELDS,
+        *thinking.FIELDS,
         *tools.FIELDS,
         "system",
         "input",
@@ -84,15 +70,15 @@ def mutated(body: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("route", DECODERS)
-def test_mutated_request_is_decoded_or_rejected(route: str) -> None:
-    rng = random.Random(route)
-    recorded = bodies(route)
+@pytest.mark.parametrize("protocol", DECODERS)
+def test_mutated_request_is_decoded_or_rejected(protocol: str) -> None:
+    rng = random.Random(protocol)
+    recorded = [*recordings(protocol).values()]
     errors: list[DragomanError] = []
     for _ in range(400):
         body = json.dumps(mutated(rng.choice(recorded), rng)).encode()
         try:
-            DECODERS[route](body)
+            DECODERS[protocol](body)
         except DragomanError as error:
             errors.append(error)
     assert len(errors) > 50

@@ -1,7 +1,9 @@
+import time
+
 import pytest
 
-from dragoman.core.rate_limits import RateLimitState
-from dragoman.protocols import messages, openai
+from dragoman.core.reply import RateLimitState
+from dragoman.protocols.registry import ANTHROPIC, OPENAI
 
 RATES = [RateLimitState("requests", 60, 59, 1.25), RateLimitState("tokens", 1000, 0, 61.0)]
 
@@ -11,12 +13,12 @@ RATES = [RateLimitState("requests", 60, 59, 1.25), RateLimitState("tokens", 1000
     [(0, b"0ms"), (0.0201, b"21ms"), (1, b"1s"), (1.25, b"1.25s"), (60, b"1m0s"), (361.5, b"6m1.5s")],
 )
 def test_openai_durations(seconds: float, text: bytes) -> None:
-    headers = dict(openai.rate_headers([RateLimitState("requests", 60, 59, seconds)]))
+    headers = dict(OPENAI.rate_headers([RateLimitState("requests", 60, 59, seconds)]))
     assert headers[b"x-ratelimit-reset-requests"] == text
 
 
 def test_openai_headers() -> None:
-    assert dict(openai.rate_headers(RATES)) == {
+    assert dict(OPENAI.rate_headers(RATES)) == {
         b"x-ratelimit-limit-requests": b"60",
         b"x-ratelimit-remaining-requests": b"59",
         b"x-ratelimit-reset-requests": b"1.25s",
@@ -26,8 +28,9 @@ def test_openai_headers() -> None:
     }
 
 
-def test_anthropic_headers() -> None:
-    assert dict(messages.rate_headers(RATES, lambda: 1_800_000_000.0)) == {
+def test_anthropic_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0)
+    assert dict(ANTHROPIC.rate_headers(RATES)) == {
         b"anthropic-ratelimit-requests-limit": b"60",
         b"anthropic-ratelimit-requests-remaining": b"59",
         b"anthropic-ratelimit-requests-reset": b"2027-01-15T08:00:02Z",

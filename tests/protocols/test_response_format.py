@@ -1,13 +1,18 @@
 """Decoding of the fields that constrain the output."""
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import Constraint, Grammar, JsonObject, JsonSchema, OneOf, Regex
-from tests.protocols.chat_helpers import asked, decode
+from tests.protocols import wire
+from tests.protocols.wire import features, rejected_param
+
+decode = partial(wire.decode, "chat")
+
 
 SCHEMA_PATH = "response_format.json_schema.schema"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9007199254740991}}}
@@ -73,7 +78,7 @@ CASES: list[tuple[dict[str, Any], Constraint, str]] = [
 def test_constraint_fields(fields: dict[str, Any], constraint: Constraint, param: str) -> None:
     request = decode(**fields)
     assert request.constraint == constraint
-    assert asked(request) == {("constraint", param)}
+    assert features(request) == {("constraint", param)}
 
 
 @pytest.mark.parametrize(
@@ -88,18 +93,18 @@ def test_constraint_fields(fields: dict[str, Any], constraint: Constraint, param
 def test_no_constraint(fields: dict[str, Any]) -> None:
     request = decode(**fields)
     assert request.constraint is None
-    assert asked(request) == set()
+    assert features(request) == set()
 
 
 def test_unsupported_fields_are_reported() -> None:
     request = decode(**output("structural_tag", structures=[]))
     assert request.constraint is None
-    assert asked(request) == {("structural_tag", "response_format.type")}
+    assert features(request) == {("structural_tag", "response_format.type")}
     request = decode(structural_tag={"structures": [], "triggers": []})
     assert request.constraint is None
-    assert asked(request) == {("structural_tag", "structural_tag")}
+    assert features(request) == {("structural_tag", "structural_tag")}
     request = decode(structured_outputs={"structural_tag": "{}", "whitespace_pattern": " "})
-    assert asked(request) == {
+    assert features(request) == {
         ("structural_tag", "structured_outputs.structural_tag"),
         ("unknown", "structured_outputs.whitespace_pattern"),
     }
@@ -131,10 +136,7 @@ DEEP: dict[str, Any] = {"guided_json": '{"a":' * 70 + "1" + "}" * 70}
     ],
 )
 def test_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(BadRequest) as caught:
-        decode(**fields)
-    assert caught.value.param == param
-    assert "body" not in caught.value.message
+    assert rejected_param("chat", **fields) == param
 
 
 @pytest.mark.parametrize("name", ["regex", "guided_regex", "grammar", "guided_grammar", "guided_json"])

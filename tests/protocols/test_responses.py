@@ -1,12 +1,13 @@
 """Decodes Responses requests."""
 
 import json
+from functools import partial
 from typing import Any
 
-import msgspec
 import pytest
 
 from dragoman.core.errors import BadRequest, DragomanError, NotFound, NotSupported
+from dragoman.core.features import Feature
 from dragoman.core.request import (
     Asked,
     GenerationRequest,
@@ -23,26 +24,19 @@ from dragoman.core.request import (
     ToolCall,
     ToolResult,
 )
-from dragoman.protocols.registry import PROTOCOLS
-from dragoman.protocols.responses import ResponseRequest, decode, parse
-from dragoman.protocols.responses.parts import seal
+from dragoman.protocols.responses.items import encode_reasoning
+from dragoman.protocols.responses.server import decode, parse
+from tests.protocols import wire
+from tests.protocols.wire import asked, decode_response
 
 HELLO = {"role": "user", "content": "hello"}
 
 
-def question(**fields: Any) -> ResponseRequest:
-    return decode(parse(json.dumps({"input": "hello", **fields}).encode()))
-
-
-def request(**fields: Any) -> GenerationRequest:
-    return question(**fields).request
+request = partial(wire.decode, "responses")
 
 
 def features(**fields: Any) -> list[tuple[str, str]]:
-    """Return the requested features beyond chat."""
-    first, *others = [(entry.feature, entry.param) for entry in request(**fields).asked]
-    assert first == ("chat", "input")
-    return others
+    return asked(request(**fields))
 
 
 def messages(*items: dict[str, Any], **fields: Any) -> tuple[Message, ...]:
@@ -56,7 +50,7 @@ def message(role: Role, *parts: Part) -> Message:
 def test_minimal_request() -> None:
     decoded = request()
     assert decoded == GenerationRequest(
-        messages=(message("user", Text("hello")),), asked=(Asked("chat", "input"),), delivery=decoded.delivery
+        messages=(message("user", Text("hello")),), asked=(Asked(Feature.CHAT, "input"),), delivery=decoded.delivery
     )
     assert not decoded.delivery.stream
 
@@ -112,7 +106,7 @@ ITEMS: list[tuple[list[dict[str, Any]], list[Message]]] = [
         [{"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}, CALL, OUTPUT],
         [message("assistant", Reasoning("hm"), CALLED), DONE],
     ),
-    ([{"type": "reasoning", "encrypted_content": seal("deep")}], [message("assistant", Reasoning("deep"))]),
+    ([{"type": "reasoning", "encrypted_content": encode_reasoning("deep")}], [message("assistant", Reasoning("deep"))]),
     # Empty reasoning is dropped.
     ([HELLO, {"type": "reasoning", "content": None, "encrypted_content": None}], [message("user", Text("hello"))]),
     (
@@ -304,7 +298,7 @@ WRONG: list[tuple[dict[str, Any], type[DragomanError], str]] = [
 @pytest.mark.parametrize(("fields", "error", "param"), WRONG)
 def test_error_names_the_field(fields: dict[str, Any], error: type[DragomanError], param: str) -> None:
     with pytest.raises(error) as caught:
-        question(**fields)
+        decode_response(**fields)
     assert type(caught.value) is error
     assert caught.value.param == param
     assert caught.value.message.startswith(f"{param}: ")
@@ -312,7 +306,7 @@ def test_error_names_the_field(fields: dict[str, Any], error: type[DragomanError
 
 def test_metadata() -> None:
     pairs = {f"k{at}": "x" for at in range(16)}
-    assert question(metadata=pairs).context.echoed["metadata"] == pairs
+    assert decode_response(metadata=pairs).context.echoed["metadata"] == pairs
 
 
 def test_include() -> None:
@@ -345,31 +339,4 @@ def test_item_references() -> None:
     )
     assert [item["type"] for item in decoded.context.items if "type" in item] == [
         *("message", "function_call", "function_call_output")
-    ]
-
-
-def test_conversation_equals_that_of_chat() -> None:
-    called = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    chat = {
-        "messages": [
-            {"role": "system", "content": "be brief"},
-            HELLO,
-            {"role": "assistant", "content": "so", "reasoning_content": "hm", "tool_calls": [called]},
-            {"role": "tool", "tool_call_id": "c1", "content": "done"},
-            {"role": "user", "content": [{"type": "text", "text": "on"}]},
-        ],
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
-    }
-    reasoning = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
-    answer = {"role": "assistant", "content": [{"type": "output_text", "text": "so"}]}
-    on = {"role": "user", "content": [{"type": "input_text", "text": "on"}]}
-    decoded = request(
-        instructions="be brief",
-        input=[HELLO, reasoning, answer, CALL, OUTPUT, on],
-        tools=[{"type": "function", "name": "f", "parameters": {"type": "object"}}],
-    )
-    same = PROTOCOLS["chat"].decode(json.dumps(chat).encode())
-    assert (decoded.messages, decoded.tool_choice) == (same.messages, same.tool_choice)
-    assert [msgspec.structs.replace(tool, path="") for tool in decoded.tools] == [
-        msgspec.structs.replace(tool, path="") for tool in same.tools
     ]

@@ -2,15 +2,20 @@
 
 import json
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import Tool, ToolCall, ToolChoice
-from dragoman.protocols.responses import decode, parse
 from dragoman.protocols.responses.calls import SCHEMAS, ClientTool, encode_call
-from tests.protocols.test_responses import HELLO, features, question, request
+from dragoman.protocols.responses.server import decode, parse
+from tests.protocols import wire
+from tests.protocols.wire import asked, decode_response
+
+request = partial(wire.decode, "responses")
+HELLO = {"role": "user", "content": "hello"}
 
 SCHEMA = {"type": "object", "properties": {}}
 FUNCTION = {"type": "function", "name": "f", "description": "F.", "parameters": SCHEMA}
@@ -21,9 +26,13 @@ TOOLS = ("tools", "tools")
 MANY = [{"type": "function", "name": f"f{at}"} for at in range(1024)]
 
 
+def features(**fields: Any) -> list[tuple[str, str]]:
+    return asked(request(**fields))
+
+
 def test_model_sees_every_tool_as_a_function() -> None:
     tools = [FUNCTION, CUSTOM, SPACE, {"type": "local_shell"}, {"type": "shell"}, {"type": "apply_patch"}]
-    decoded = question(tools=tools)
+    decoded = decode_response(tools=tools)
     assert decoded.request.tools[:4] == (
         Tool("f", "F.", SCHEMA, path="tools[0].parameters"),
         Tool("c", "C.", SCHEMAS["custom"], path="tools[1].parameters"),
@@ -69,7 +78,7 @@ def test_tools_in_the_input() -> None:
 
 
 def test_colliding_function_names() -> None:
-    decoded = question(tools=[{**FUNCTION, "name": "n__f"}, SPACE])
+    decoded = decode_response(tools=[{**FUNCTION, "name": "n__f"}, SPACE])
     assert [tool.name for tool in decoded.request.tools] == ["n__f", "n__f_", "n__c"]
     assert decoded.context.client_tools["n__f_"] == ClientTool("function", "f", "n")
 
@@ -82,7 +91,7 @@ def test_calls_of_tools_with_colliding_names(space_first: bool) -> None:
     call_items = [
         {"type": "function_call", "call_id": f"c{at}", "arguments": "{}", **call} for at, call in enumerate(calls)
     ]
-    decoded = question(tools=tools[order], input=[HELLO, *call_items])
+    decoded = decode_response(tools=tools[order], input=[HELLO, *call_items])
     names = [tool.name for tool in decoded.request.tools][order]
     assert sorted(names) == ["n__f", "n__f_"]
     parts = decoded.request.messages[-1].parts
@@ -92,7 +101,7 @@ def test_calls_of_tools_with_colliding_names(space_first: bool) -> None:
 
 
 def test_default_namespace() -> None:
-    decoded = question(tools=[{**SPACE, "name": "functions"}, {**CUSTOM, "name": "f"}])
+    decoded = decode_response(tools=[{**SPACE, "name": "functions"}, {**CUSTOM, "name": "f"}])
     assert [tool.name for tool in decoded.request.tools] == ["f", "c", "f_"]
     assert decoded.context.client_tools["f"] == ClientTool("function", "f", "functions")
 
@@ -186,7 +195,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("fields", "param"), WRONG)
 def test_error_names_the_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        question(**fields)
+        decode_response(**fields)
     assert caught.value.param == param
 
 
@@ -198,7 +207,7 @@ CALLS: list[tuple[ClientTool, str, dict[str, Any]]] = [
     ),
     (
         ClientTool("custom", "c"),
-        '{"input": "x"}',
+        "x",
         {"type": "custom_tool_call", "id": "ctc_1", "name": "c", "input": "x"},
     ),
     (

@@ -1,12 +1,16 @@
 """Decoding of the fields that control reasoning."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 
-from dragoman.core.errors import BadRequest
 from dragoman.core.request import Thinking
-from tests.protocols.chat_helpers import asked, decode
+from tests.protocols import wire
+from tests.protocols.wire import features, rejected_param
+
+decode = partial(wire.decode, "chat")
+
 
 KWARGS = "chat_template_kwargs"
 CASES: list[tuple[dict[str, Any], Thinking, list[str]]] = [
@@ -43,7 +47,7 @@ CASES: list[tuple[dict[str, Any], Thinking, list[str]]] = [
 def test_thinking_fields(fields: dict[str, Any], thinking: Thinking, params: list[str]) -> None:
     request = decode(**fields)
     assert request.thinking == thinking
-    assert asked(request) == {("thinking", param) for param in params}
+    assert features(request) == {("thinking", param) for param in params}
     assert request.template_options == {}
 
 
@@ -65,15 +69,15 @@ def test_precedence_of_fields(fields: dict[str, Any], thinking: Thinking) -> Non
 
 
 def test_exclude_is_reported_as_unsupported() -> None:
-    assert asked(decode(reasoning={"exclude": True})) == {("unknown", "reasoning.exclude")}
-    assert asked(decode(reasoning={"exclude": False})) == set()
+    assert features(decode(reasoning={"exclude": True})) == {("unknown", "reasoning.exclude")}
+    assert features(decode(reasoning={"exclude": False})) == set()
 
 
 def test_template_options() -> None:
     request = decode(chat_template_kwargs={"enable_thinking": True, "style": "brief", "deep": {"a": [1]}, "no": None})
     assert request.template_options == {"style": "brief", "deep": {"a": [1]}}
     options = {("template_options", f"{KWARGS}.{name}") for name in ("style", "deep")}
-    assert asked(request) == {("thinking", f"{KWARGS}.enable_thinking"), *options}
+    assert features(request) == {("thinking", f"{KWARGS}.enable_thinking"), *options}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +100,4 @@ def test_template_options() -> None:
     ],
 )
 def test_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(BadRequest) as caught:
-        decode(**fields)
-    assert caught.value.param == param
-    assert caught.value.message.startswith(param)
+    assert rejected_param("chat", **fields) == param

@@ -7,12 +7,13 @@ from typing import Self
 import pytest
 from ray.exceptions import ActorDiedError, RayError
 
+from dragoman.core.engine import stream_events
 from dragoman.core.errors import EngineDied
 from dragoman.core.events import Event, Finished, Started, TextDelta
 from dragoman.core.request import GenerationRequest
-from dragoman.ipc.worker_messages import Answer
-from dragoman.ray.engine import MOST_TRIES, ReplicaEngine
-from dragoman.ray.messages import EventBatch, encode
+from dragoman.ipc.framing import encode_body
+from dragoman.ipc.messages import GenerationProgress, MethodResult, pack
+from dragoman.ray.engine import MAX_TRIES, ReplicaEngine
 from dragoman.ray.replica_order import ReplicaCall
 
 
@@ -34,7 +35,7 @@ class Method:
 
     def _count(self) -> None:
         self.calls += 1
-        assert self.calls <= MOST_TRIES, "too many retries"
+        assert self.calls <= MAX_TRIES, "too many retries"
         if self.calls <= self.failures:
             raise self.error
 
@@ -66,32 +67,34 @@ def engine(**methods: Method) -> ReplicaEngine:
 
 
 async def generate(replica_engine: ReplicaEngine) -> list[Event]:
-    return [event async for batch in replica_engine.generate(GenerationRequest(prompts=("x",))) for event in batch]
+    return [
+        event async for batch in stream_events(replica_engine, GenerationRequest(prompts=("x",))) for event in batch
+    ]
 
 
 REPLY: tuple[Event, ...] = (Started(), TextDelta("hello"), Finished())
 
 
 def test_generation_is_retried_a_few_times() -> None:
-    recovering = Method(MOST_TRIES - 1, *(encode(EventBatch((event,))) for event in REPLY))
+    recovering = Method(MAX_TRIES - 1, *(encode_body(GenerationProgress(0, (event,))) for event in REPLY))
     assert asyncio.run(generate(engine(generate=recovering))) == list(REPLY)
     dying = Method(99)
     with pytest.raises(EngineDied):
         asyncio.run(generate(engine(generate=dying)))
-    assert dying.calls == MOST_TRIES
+    assert dying.calls == MAX_TRIES
 
 
-def test_question_is_retried_a_few_times() -> None:
-    recovering = Method(MOST_TRIES - 1, encode(Answer(0, text="hello")))
+def test_method_call_is_retried_a_few_times() -> None:
+    recovering = Method(MAX_TRIES - 1, encode_body(MethodResult(0, pack("hello"))))
     assert asyncio.run(engine(answer=recovering).detokenize([1])) == "hello"
     dying = Method(99)
     with pytest.raises(EngineDied):
         asyncio.run(engine(answer=dying).detokenize([1]))
-    assert dying.calls == MOST_TRIES
+    assert dying.calls == MAX_TRIES
 
 
 def test_every_ray_error_is_retried() -> None:
     unknown = Method(99, error=RayError("unknown"))
     with pytest.raises(EngineDied):
         asyncio.run(engine(answer=unknown).detokenize([1]))
-    assert unknown.calls == MOST_TRIES
+    assert unknown.calls == MAX_TRIES

@@ -4,8 +4,6 @@ import ctypes
 import os
 import socket
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 IN_ACCESS, IN_OPEN, IN_NONBLOCK = 0x1, 0x20, 0o4000
@@ -57,21 +55,3 @@ class CanaryFolder:
 
     def close(self) -> None:
         os.close(self._events)
-
-
-@contextmanager
-def canary_socket() -> Iterator[CanarySocket]:
-    canary = CanarySocket()
-    try:
-        yield canary
-    finally:
-        canary.close()
-
-
-@contextmanager
-def canary_folder(folder: Path) -> Iterator[CanaryFolder]:
-    canary = CanaryFolder(folder)
-    try:
-        yield canary
-    finally:
-        canary.close()

@@ -5,10 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.security.credentials import Authority
-from tests.support.server_process import Running, serving
-
-PROCESSES = ["1", "2"]
-"""Values of --workers: everything in one process, and two front ends with a parent."""
+from tests.support.server_process import Running, Serving
 
 
 @dataclass
@@ -20,11 +17,11 @@ class Guarded:
     folder: Path
 
 
-@pytest.fixture(scope="package", params=PROCESSES, ids=["one process", "two front ends"])
-def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+@pytest.fixture(scope="package")
+def guarded(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Guarded]:
     folder = tmp_path_factory.mktemp("guarded")
     authority = Authority(folder)
     models = {"echo": {"engine": "scripted"}, "other": {"engine": "scripted"}}
     config = {"models": models, "default": "echo", "aliases": {"gpt-*": "other"}, **authority.config}
-    with serving(folder, config, "--workers", request.param) as running:
+    with serving(folder, config) as running:
         yield Guarded(running, authority, folder)

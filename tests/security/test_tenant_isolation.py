@@ -4,12 +4,14 @@ Random schedules of requests by several principals run against a real server. A 
 to each request. Every text of a principal carries a mark that no other principal may receive.
 """
 
+import json
 import re
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -22,7 +24,7 @@ from hypothesis import strategies as st
 from tests.security.conftest import Guarded
 from tests.security.credentials import STATIC
 from tests.support.requests import CHAT, talking
-from tests.support.server_process import Running, serving
+from tests.support.server_process import Running, Serving
 
 RESPONSES = "/v1/responses"
 MISSING, MISSING_ITEM = "resp_" + "0" * 32, "msg_" + "0" * 32
@@ -230,11 +232,14 @@ def test_models_outside_the_scope_of_a_key_are_hidden_or_refused(guarded: Guarde
 
 
 @pytest.mark.timeout(300)
-def test_cached_tokens_are_shared_between_principals_unless_isolated(tmp_path: Path, smollm2_path: Path) -> None:
+@pytest.mark.workers(2, reason="the principal of a request is sent to the engine by another process")
+def test_cached_tokens_are_shared_between_principals_unless_isolated(
+    tmp_path: Path, smollm2_path: Path, serving: Serving
+) -> None:
     entry = {"source": str(smollm2_path), "context": 512, "slots": 2, "layout": "as-is"}
     models = {"shared": entry, "isolated": entry | {"isolate": True}}
     config = {"models": models, "api_keys": ["sk-anna", "sk-bob"], "keys": {"store": "keys.db"}}
-    with serving(tmp_path, config, "--workers", "2") as running:
+    with serving(tmp_path, config) as running:
         # The second request of anna shows that the prompt is cached at all.
         [of_none, of_another, of_own] = cached_tokens(running, "shared", ["sk-anna", "sk-bob", "sk-anna"])
         assert of_none == 0 < of_another
@@ -252,3 +257,28 @@ def cached_tokens(running: Running, model: str, keys: list[str]) -> list[int]:
             answer = client.post(CHAT, json={"model": model, "messages": said, "max_tokens": 1})
         found.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
     return found
+
+
+def send(running: Running, key: str, method: str, path: str, **options: object) -> httpx.Response:
+    with talking(running, {"authorization": f"Bearer {key}"}) as client:
+        return client.request(method, path, **options)  # type: ignore[arg-type]
+
+
+def store(running: Running, key: str) -> str:
+    answer = send(running, key, "POST", RESPONSES, json={"input": f"said with {key}"})
+    assert answer.status_code == 200, answer.text
+    made: str = answer.json()["id"]
+    return made
+
+
+def test_static_keys_keep_their_responses_when_other_keys_come_and_go(tmp_path: Path, serving: Serving) -> None:
+    config = {"models": {"echo": {"engine": "scripted"}}, "keys": {"store": "keys.db"}}
+    with serving(tmp_path, config | {"api_keys": ["sk-first", "sk-second"]}) as running:
+        first, second = store(running, "sk-first"), store(running, "sk-second")
+        for keys in (["sk-second", "sk-first"], ["sk-second", "sk-third"], ["sk-third", "sk-second"]):
+            (tmp_path / "dragoman.json").write_text(json.dumps({"models_dir": [], **config, "api_keys": keys}))
+            assert send(running, "sk-second", "POST", "/admin/reload").status_code == 200
+            for key, response in product(("sk-first", "sk-second", "sk-third"), (first, second)):
+                status = send(running, key, "GET", f"{RESPONSES}/{response}").status_code
+                is_owner = (key, response) in (("sk-first", first), ("sk-second", second))
+                assert status == (401 if key not in keys else 200 if is_owner else 404), (keys, key)

@@ -1,10 +1,11 @@
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
-from tests.support.openai_sdk import Asking, sdk
 from tests.support.requests import CHAT, ask, talking, text_of
-from tests.support.server_process import Running, serving
+from tests.support.sdk import Asking, sdk
+from tests.support.server_process import Running, Serving
 
 HEADER_BYTES = 4096
 BODY_SECONDS = 1
@@ -21,6 +22,12 @@ def poet(scripted: Running) -> Iterator[Asking]:
 def smol(smollm2: Running) -> Iterator[Asking]:
     with sdk(smollm2) as client:
         yield Asking(client, smollm2, "smollm2")
+
+
+@pytest.fixture
+def client(scripted: Running) -> Iterator[httpx.Client]:
+    with talking(scripted) as made:
+        yield made
 
 
 TIGHT = {
@@ -40,14 +47,14 @@ TIGHT_LIMITS = {"header_bytes": HEADER_BYTES, "body_bytes": BODY_BYTES, "queue":
 
 
 @pytest.fixture(scope="session")
-def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def tight(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
     """A server with low limits. Every model has one slot, and one more request may wait."""
     with serving(tmp_path_factory.mktemp("tight"), {"models": TIGHT, "limits": TIGHT_LIMITS}) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def impatient(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
     """The same server with one second to send a request and one second to read more of the response."""
     limits = TIGHT_LIMITS | {"body_seconds": BODY_SECONDS, "write_seconds": 1}
     with serving(tmp_path_factory.mktemp("impatient"), {"models": TIGHT, "limits": limits}) as running:

@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from tests.engines.lora_files import write_adapter
-from tests.support.server_process import Running, serving
+from tests.support.server_process import Running, Serving
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[Running]:
+def served(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path, serving: Serving) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("adapters")
     write_adapter(folder / "chance.gguf")
     adapters = {"smollm2-chance": "./chance.gguf", "smollm2-mute": {"path": "./chance.gguf", "scale": 0}}
@@ -66,18 +66,8 @@ def test_adapters_answer_differently_at_the_same_time(served: Running) -> None:
     assert [reply["model"] for reply in replies] == ["smollm2", tuned, "smollm2-mute", tuned, tuned, "smollm2"]
 
 
-def test_prefix_cache_is_not_shared_between_adapters(served: Running) -> None:
-    text = "Write a long poem about the sea, the wind, and a lighthouse keeper. " * 4
-    cached = [
-        answer(served, name, text)["usage"]["prompt_tokens_details"]["cached_tokens"]
-        for name in ("smollm2", "smollm2-chance", "smollm2", "smollm2-chance")
-    ]
-    assert cached[:2] == [0, 0]
-    assert min(cached[2:]) >= 32
-
-
 def test_weights_are_loaded_once(served: Running, smollm2_path: Path) -> None:
-    (child,) = served.children()
+    (child,) = served.workers()
     smaps = Path(f"/proc/{child}/smaps").read_text()
     maps = re.findall(r"^[0-9a-f]+-[0-9a-f]+ .*\.gguf$((?:\n(?![0-9a-f]+-).*)*)", smaps, re.MULTILINE)
     resident = [int(found) * 1024 for block in maps for found in re.findall(r"^Rss: +(\d+) kB", block, re.MULTILINE)]
@@ -90,14 +80,3 @@ def test_memory_is_counted_once(served: Running) -> None:
     memory = [model["memory"] for model in told["data"]]
     assert len(memory) == 3
     assert told["used"] == pytest.approx(memory[0], rel=0.05)
-
-
-def test_embeddings_ignore_adapters(served: Running) -> None:
-    def vector(name: str) -> list[float]:
-        body = {"model": name, "input": "The sea."}
-        reply = httpx.post(f"{served.url}/v1/embeddings", json=body, timeout=60, trust_env=False).json()
-        assert reply["model"] == name
-        found: list[float] = reply["data"][0]["embedding"]
-        return found
-
-    assert vector("smollm2-chance") == pytest.approx(vector("smollm2"), abs=1e-3)

@@ -1,7 +1,6 @@
 """The admin token and its file: admin routes of a server without keys."""
 
 import asyncio
-import json
 import os
 import signal
 import stat
@@ -16,11 +15,10 @@ import pytest
 from dragoman import create_app
 from dragoman.config.settings import Settings
 from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, TokenFile, find_admin_token, find_socket_admin_token
-from tests.cli.test_cli import SOURCE
 from tests.support.bad_server import BadServer, whole
 from tests.support.engines import Sampled
-from tests.support.requests import eventually, refused
-from tests.support.server_process import Running, serving
+from tests.support.requests import listened_on, refused
+from tests.support.server_process import Running, Serving, serving_at
 
 ROUTES = [
     ("GET", "/admin/models"),
@@ -43,20 +41,15 @@ def proxy_client(running: Running) -> httpx.Client:
     return httpx.Client(base_url=running.url, trust_env=False, timeout=60)
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_local_connection_is_not_enough(tmp_path: Path, home: Path, workers: str) -> None:
+def test_local_connection_is_not_enough(tmp_path: Path, home: Path, serving: Serving) -> None:
     config = {"models": {"one": {"engine": "scripted"}}}
-    with serving(tmp_path, config, "--workers", workers) as running, proxy_client(running) as client:
+    with serving(tmp_path, config) as running, proxy_client(running) as client:
         for method, path in ROUTES:
             words = refused(client.request(method, path), 401)
             assert ADMIN_TOKEN_HEADER in words
             assert str(home) not in words
-        for wrong in (
-            "",
-            "x" * 43,
-            running.operator[ADMIN_TOKEN_HEADER][:-1],
-            running.operator[ADMIN_TOKEN_HEADER] + "x",
-        ):
+        token = running.operator[ADMIN_TOKEN_HEADER]
+        for wrong in ("", "x" * 43, token[:-1], token + "x"):
             refused(client.get("/admin/models", headers={ADMIN_TOKEN_HEADER: wrong}), 401)
         assert client.get("/admin/models", headers=running.operator).status_code == 200
         assert client.post("/admin/reload", headers=running.operator).status_code == 200
@@ -64,7 +57,6 @@ def test_local_connection_is_not_enough(tmp_path: Path, home: Path, workers: str
         assert client.get("/v1/models").status_code == client.get("/stats").status_code == 200
         files = list((home / "run").iterdir())
         assert [stat.S_IMODE(file.stat().st_mode) for file in (home / "run", *files)] == [0o700, 0o600]
-        token = running.operator[ADMIN_TOKEN_HEADER]
         assert token not in running.log.read_text() + running.event_log.read_text()
         running.process.send_signal(signal.SIGTERM)
         running.process.wait(60)
@@ -108,7 +100,7 @@ def command(home: Path, folder: Path, *arguments: str) -> "subprocess.CompletedP
     return subprocess.run(
         [sys.executable, "-m", "dragoman", *arguments],
         cwd=folder,
-        env=kept | {"PYTHONPATH": str(SOURCE), "DRAGOMAN_HOME": str(home)},
+        env=kept | {"DRAGOMAN_HOME": str(home)},
         capture_output=True,
         text=True,
         timeout=100,
@@ -116,7 +108,7 @@ def command(home: Path, folder: Path, *arguments: str) -> "subprocess.CompletedP
     )
 
 
-def test_commands_of_the_same_user_find_the_token(tmp_path: Path, home: Path) -> None:
+def test_commands_of_the_same_user_find_the_token(tmp_path: Path, home: Path, serving: Serving) -> None:
     with serving(tmp_path, {"models": {"one": {"engine": "scripted"}}}) as running:
         for url in (running.url, running.url.replace("127.0.0.1", "localhost")):
             done = command(home, tmp_path, "models", "load", "one", "--url", url)
@@ -126,25 +118,19 @@ def test_commands_of_the_same_user_find_the_token(tmp_path: Path, home: Path) ->
         assert "run this as the user who runs the server" in denied.stderr
 
 
-def test_commands_reach_server_at_unix_socket(tmp_path: Path, home: Path) -> None:
+def test_commands_reach_server_at_unix_socket(tmp_path: Path, home: Path, workers: int) -> None:
     path = tmp_path / "s"
-    (tmp_path / "c.json").write_text(json.dumps({"models_dir": [], "models": {"one": {"engine": "scripted"}}}))
-    with (tmp_path / "log").open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dragoman", "serve", "--config", str(tmp_path / "c.json"), "--socket", str(path)],
-            stdout=output,
-            stderr=output,
-        )
-    try:
-        transport = httpx.HTTPTransport(uds=str(path))
-        with httpx.Client(transport=transport, base_url="http://localhost", timeout=60) as client:
-            assert eventually(lambda: b"ready" in (tmp_path / "log").read_bytes())
-            assert client.get("/admin/models").status_code == 401
+
+    def connect(_: int) -> httpx.Client:
+        assert listened_on(path)
+        return httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost", timeout=60)
+
+    config = {"models": {"one": {"engine": "scripted"}}, "socket": str(path)}
+    with serving_at(tmp_path, config, connect, workers=workers) as (running, client):
+        assert client.get("/admin/models").status_code == 401
         done = command(home, tmp_path, "models", "load", "one", "--url", f"unix:{path}")
         assert (done.returncode, done.stdout) == (0, "one: ready\n"), done.stderr
-    finally:
-        process.terminate()
-        process.wait(60)
+        assert running.stop() == 0
     assert list((home / "run").iterdir()) == []
 
 

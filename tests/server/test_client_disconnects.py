@@ -6,20 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.raw_http import STREAM_END, connect, head, read, request_bytes, sent
 from tests.support.requests import (
     CHAT,
     COMPLETIONS,
     PATIENCE,
     SMALLEST,
-    STREAM_END,
     ask,
-    connect,
     eventually,
-    head,
-    read,
     recorded,
-    request_bytes,
-    sent,
     talking,
     text_of,
     under_way,

@@ -1,81 +1,28 @@
-"""Workers that crash, once and repeatedly."""
+"""Workers that crash, once and repeatedly, and recovery of failed models."""
 
+import asyncio
 import os
 import signal
-import threading
-from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.support.requests import CHAT, HELLO, ask, eventually, refused, talking, text_of
-from tests.support.server_process import Running, serving
+from dragoman import Engine, create_app
+from dragoman.config.model_spec import ModelSpec
+from dragoman.config.settings import Settings
+from dragoman.core.engine import Output
+from dragoman.core.request import GenerationRequest
+from tests.support.requests import CHAT, ask, eventually, refused, talk, talking, text_of
+from tests.support.server_process import Running, Serving
 
 WORKER = {"engine": "tests.support.engines:Weighty"}
 DIE = [{"role": "user", "content": "die"}]
-KILLS = 8
 
 
-def outcome(client: httpx.Client, name: str, stream: bool) -> str:
-    """The outcome of a request: an answer or an error message."""
-    if not stream:
-        response = ask(client, CHAT, model=name)
-        if response.status_code == 200:
-            return "answered" if text_of(response) == f"{name} " * 5 else "wrong"
-        message = refused(response, response.status_code)
-        return f"told {response.status_code}" if message else "wrong"
-    with client.stream("POST", CHAT, json={"messages": HELLO, "model": name, "stream": True}) as response:
-        body = response.read().decode()
-    if response.status_code != 200:
-        return f"told {response.status_code}"
-    if body.endswith("data: [DONE]\n\n"):
-        return "answered"
-    return "told in a frame" if '"error"' in body.strip().splitlines()[-1] else "wrong"
-
-
-def test_each_request_gets_an_answer_or_an_error_while_a_worker_is_killed_repeatedly(tmp_path: Path) -> None:
-    config = {"models": {"first": {"engine": "scripted"}, "victim": WORKER, "other": WORKER}}
-    outcomes: dict[str, Counter[str]] = {"victim": Counter(), "other": Counter()}
-    ended = threading.Event()
-
-    def keep_asking(running: Running, name: str, stream: bool) -> None:
-        with talking(running) as client:
-            while not ended.is_set():
-                outcomes[name][outcome(client, name, stream)] += 1
-
-    def victim(running: Running, spared: set[int]) -> int | None:
-        return next((pid for pid in running.children() if pid not in spared), None)
-
-    with serving(tmp_path, config) as running, talking(running) as client:
-        client.post("/admin/models/other/load").raise_for_status()
-        spared = set(running.children())
-        with ThreadPoolExecutor(4) as pool:
-            asking = [pool.submit(keep_asking, running, "victim", stream) for stream in (False, True)]
-            asking += [pool.submit(keep_asking, running, "other", stream) for stream in (False, True)]
-            try:
-                for kill in range(KILLS):
-                    # The pauses between restarts grow.
-                    assert eventually(lambda: victim(running, spared) is not None)
-                    pid = victim(running, spared)
-                    assert pid is not None
-                    if kill % 2:
-                        answered = outcomes["victim"]["answered"]
-                        assert eventually(lambda: outcomes["victim"]["answered"] > answered)  # noqa: B023
-                    os.kill(pid, signal.SIGKILL)
-                    assert eventually(lambda: victim(running, spared) != pid)  # noqa: B023 (called at once)
-            finally:
-                ended.set()
-            for task in asking:
-                task.result()
-        assert text_of(ask(client, CHAT, model="victim")) == "victim " * 5
-    assert set(outcomes["other"]) == {"answered"}
-    assert set(outcomes["victim"]) <= {"answered", "told 502", "told 503", "told in a frame"}
-    assert outcomes["victim"]["answered"] > 0
-
-
-def test_repeatedly_crashing_model_reports_reason_and_recovers_on_demand(tmp_path: Path) -> None:
+def test_repeatedly_crashing_model_reports_reason_and_recovers_on_demand(tmp_path: Path, serving: Serving) -> None:
     config = {"models": {"first": {"engine": "scripted"}, "a": WORKER}}
     with serving(tmp_path, config) as running, talking(running) as client:
         for _ in range(3):
@@ -84,7 +31,7 @@ def test_repeatedly_crashing_model_reports_reason_and_recovers_on_demand(tmp_pat
         shown = client.get("/admin/models").json()["data"][1]
         assert shown["failure"] == "its process died 3 times soon after its start (exit -9)"
         assert "model a: its process died 3 times" in running.log.read_text()
-        assert not running.children()
+        assert not running.workers()
         assert text_of(ask(client, CHAT, model="a")) == "a " * 5
         assert client.get("/admin/models").json()["data"][1].get("failure") is None
 
@@ -107,7 +54,7 @@ def seen(client: httpx.Client, name: str) -> set[str]:
     return {listed["state"], model["state"], client.get("/ready").json()["models"][name], told}
 
 
-def test_restarting_model_is_loading_and_then_answers(tmp_path: Path) -> None:
+def test_restarting_model_is_loading_and_then_answers(tmp_path: Path, serving: Serving) -> None:
     hold = tmp_path / "hold"
     config = {"models": {"a": {**WORKER, "hold": str(hold)}}}
     with serving(tmp_path, config) as running, talking(running) as client:
@@ -124,16 +71,15 @@ def test_restarting_model_is_loading_and_then_answers(tmp_path: Path) -> None:
         assert client.get("/ready").status_code == 200
 
 
-@pytest.mark.parametrize(("workers", "patience"), [(1, 0.5), (2, 0)])
-def test_restart_wait_is_limited_like_first_load(tmp_path: Path, workers: int, patience: float) -> None:
+def test_restart_wait_is_limited_like_first_load(tmp_path: Path, workers: int, serving: Serving) -> None:
     hold = tmp_path / "hold"
     models = {
         "a": {**WORKER, "hold": str(hold), "slots": 1},
         "b": {**WORKER, "hold": str(hold), "fallback": "other"},
         "other": {"engine": "scripted", "replies": [{"output": "instead"}]},
     }
-    config = {"models": models, "limits": {"load_seconds": patience}}
-    with serving(tmp_path, config, "--workers", str(workers)) as running, talking(running) as client:
+    config = {"models": models, "limits": {"load_seconds": 0.5 if workers == 1 else 0}}
+    with serving(tmp_path, config) as running, talking(running) as client:
         for name in ("b", "other"):
             client.post(f"/admin/models/{name}/load")
         assert eventually(lambda: set(client.get("/ready").json()["models"].values()) == {"ready"})
@@ -150,7 +96,7 @@ def test_restart_wait_is_limited_like_first_load(tmp_path: Path, workers: int, p
         assert text_of(ask(client, CHAT, model="a")) == "a " * 5
 
 
-def test_restarting_model_can_be_unloaded(tmp_path: Path) -> None:
+def test_restarting_model_can_be_unloaded(tmp_path: Path, serving: Serving) -> None:
     hold = tmp_path / "hold"
     config = {"models": {"first": {"engine": "scripted"}, "a": {**WORKER, "hold": str(hold)}}}
     with serving(tmp_path, config) as running, talking(running) as client:
@@ -161,3 +107,81 @@ def test_restarting_model_can_be_unloaded(tmp_path: Path) -> None:
         unloaded = client.post("/admin/models/a/unload")
         assert (unloaded.status_code, unloaded.json()["state"]) == (200, "cold")
         assert not running.workers()
+
+
+class Recovering(Engine):
+    """Loads slowly, and fails the first times."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.failures = failures
+        self.starts = 0
+
+    async def start(self) -> None:
+        self.starts += 1
+        await asyncio.sleep(0.5)
+        if self.starts <= self.failures:
+            raise RuntimeError("no memory left")
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield "here"
+
+
+LOADED = {(200, "loading")}
+"""The server is ready when the engine is, shortly before the model's state changes."""
+
+
+class TestReadinessChecks:
+    """They load a failed default model again."""
+
+    @pytest.fixture(autouse=True)
+    def pause(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("dragoman.models.engine_loader.FIRST_PAUSE", 0.5)
+
+    async def seen_until_ready(self, client: httpx.AsyncClient, name: str) -> set[tuple[int, str]]:
+        """The readiness of the server and of the model, until both are ready."""
+        seen: set[tuple[int, str]] = set()
+        async with asyncio.timeout(60):
+            while True:
+                response = await client.get("/ready")
+                now = response.status_code, response.json()["models"][name]
+                if now == (200, "ready"):
+                    return seen
+                seen.add(now)
+                await asyncio.sleep(0.02)
+
+    def test_failed_load_is_repeated(self) -> None:
+        engine = Recovering(failures=2)
+        seen = talk(create_app(engine), lambda client: self.seen_until_ready(client, "recovering"))
+        assert seen - LOADED == {(503, "failed"), (503, "loading")}
+        assert engine.starts == 3
+
+    def test_lost_engine_is_loaded_again(self) -> None:
+        app = create_app(Recovering())
+
+        async def script(client: httpx.AsyncClient) -> None:
+            host = app.catalog.resolve("").host
+            await host.ready()
+            assert (await client.get("/ready")).status_code == 200
+            host.lose_engine("it died too often")
+            seen = await self.seen_until_ready(client, "recovering")
+            assert seen - LOADED == {(503, "failed"), (503, "loading")}
+
+        talk(app, script)
+
+    def test_server_is_ready_if_fallback_can_answer(self) -> None:
+        default = ModelSpec("late", "tests.support.engines:SlowToLoad", fallback="other")
+        app = create_app(settings=Settings(models=(default, ModelSpec("other", "scripted")), models_dir=()))
+
+        async def script(client: httpx.AsyncClient) -> None:
+            host, other = app.catalog.resolve("").host, app.catalog.resolve("other").host
+            # Before its first load the fallback does not make the server ready.
+            assert (await client.get("/ready")).status_code == 503
+            await host.ready()
+            host.lose_engine("it died too often")
+            assert await self.seen_until_ready(client, "late") == {(200, "failed"), (200, "loading")}
+            host.lose_engine("it died too often")
+            other.fail(RuntimeError("no memory left"))
+            assert (await client.get("/ready")).status_code == 503
+            await app.catalog.stop()
+
+        talk(app, script)

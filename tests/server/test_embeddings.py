@@ -2,11 +2,9 @@
 
 import asyncio
 import base64
-import json
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,19 +14,12 @@ from openai import OpenAI
 from dragoman import Engine, create_app
 from dragoman.config.settings import Limits, Settings
 from dragoman.core.embeddings import Embedding, Input
-from dragoman.server.handlers.embeddings import BATCH_INPUTS, BATCH_SIZE, batches
-from tests.support.openai_sdk import sdk
-from tests.support.requests import recorded, refused, talking
+from dragoman.server.handlers.embeddings import BATCH_INPUTS
+from tests.support.requests import recorded, refused
+from tests.support.sdk import sdk
 from tests.support.server_process import Running
 
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
-RECORDED = Path(__file__).parents[1] / "data" / "clients"
-
-
-@pytest.fixture
-def client(scripted: Running) -> Iterator[httpx.Client]:
-    with talking(scripted) as made:
-        yield made
 
 
 @pytest.fixture
@@ -56,6 +47,9 @@ def test_float_and_base64_are_equal(openai: OpenAI) -> None:
         assert one.embedding == pytest.approx(other.embedding, abs=1e-7)
         assert len(one.embedding) == 384
         assert math.hypot(*one.embedding) == pytest.approx(1, abs=1e-6)
+    raw = openai.embeddings.with_raw_response.create(model="echo", input="hello world", encoding_format="base64")
+    encoded = raw.http_response.json()["data"][0]["embedding"]
+    assert list(struct.unpack("<384f", base64.b64decode(encoded, validate=True))) == plain.data[0].embedding
     assert (packed.model, packed.object, packed.data[0].object) == ("echo", "list", "embedding")
     assert (packed.usage.prompt_tokens, packed.usage.total_tokens) == (5, 5)
 
@@ -71,34 +65,6 @@ def test_dimensions(openai: OpenAI) -> None:
 def test_too_many_dimensions(client: httpx.Client) -> None:
     words = refused(ask(client, dimensions=385), 400, param="dimensions", code="invalid_value")
     assert "384, fewer than 385" in words
-
-
-def test_base64_exactly_as_asked(client: httpx.Client) -> None:
-    plain = ask(client, ["a", "b"])
-    packed = ask(client, ["a", "b"], encoding_format="base64")
-    for index in range(2):
-        encoded = packed.json()["data"][index]["embedding"]
-        assert list(struct.unpack("<384f", base64.b64decode(encoded, validate=True))) == vector(plain, index)
-
-
-def test_same_text_same_vector_and_shared_words_are_similar(client: httpx.Client) -> None:
-    reply = ask(client, ["the blue house", "The  blue house!", "a blue house", "nothing like it", [7, 8], [7, 8]])
-    texts = [Embedding.of(vector(reply, index)) for index in range(6)]
-    assert texts[0] == texts[1]
-    assert texts[4] == texts[5]
-    assert texts[0].likeness(texts[2]) > 0.5 > 0.3 > abs(texts[0].likeness(texts[3]))
-    assert ask(client, "the blue house").json()["data"][0] == reply.json()["data"][0]
-
-
-@pytest.mark.parametrize("file", sorted(RECORDED.glob("*embed*.json")), ids=lambda file: file.stem)
-def test_requests_of_real_clients(client: httpx.Client, file: Path) -> None:
-    told = json.loads(file.read_text())
-    headers = {name: value for name, value in told["headers"].items() if name != "authorization"}
-    response = client.request(told["method"], told["path"], headers=headers, json={**told["body"], "model": "echo"})
-    assert response.status_code == 200, response.text
-    entries = [told["body"]["input"]] if isinstance(told["body"]["input"], str) else told["body"]["input"]
-    assert len(response.json()["data"]) == len(entries)
-    assert "x-dragoman-ignored" not in response.headers
 
 
 def test_largest_number_of_inputs(client: httpx.Client) -> None:
@@ -138,10 +104,6 @@ def test_unknown_fields_are_reported_or_refused(client: httpx.Client) -> None:
     assert ask(client, flavour="sweet", user="me").headers["x-dragoman-ignored"] == "flavour"
     strict = client.post(EMBEDDINGS, json={"input": "a", "flavour": "sweet"}, headers={"x-dragoman-strict": "true"})
     refused(strict, 400, param="flavour", code="unsupported_parameter")
-
-
-def test_unknown_model(client: httpx.Client) -> None:
-    refused(ask(client, model="nothing"), 404, param="model", code="model_not_found")
 
 
 def test_usage_in_event_log(client: httpx.Client, scripted: Running) -> None:
@@ -233,13 +195,3 @@ def test_stalled_engine() -> None:
     engine = Measuring()
     refused(post(engine, EMBEDDINGS, {"input": "wait"}, settings), 504, code="engine_timeout")
     assert engine.gone.is_set()
-
-
-def test_batches() -> None:
-    large, small = "x" * (BATCH_SIZE + 1), "y" * (BATCH_SIZE // 2)
-    inputs: list[Input] = ["a", large, "b", small, small, tuple(range(9)), *["c"] * (BATCH_INPUTS + 1)]
-    cut = list(batches(inputs))
-    assert [entry for part in cut for entry in part] == inputs
-    assert all(part for part in cut)
-    assert all(len(part) <= BATCH_INPUTS for part in cut)
-    assert all(len(part) == 1 or sum(map(len, part)) <= BATCH_SIZE for part in cut)

@@ -1,7 +1,6 @@
 """Fallback models, with real servers in front and behind."""
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,10 @@ import pytest
 from tools.ports import free_port
 
 from dragoman.storage.keys import KeyStore
-from tests.support.anthropic_sdk import anthropic_sdk
 from tests.support.bad_server import HEL, BadServer, cut, refused
-from tests.support.openai_sdk import sdk
 from tests.support.requests import CHAT, HELLO, ask, frames, recorded, talking, text_of
-from tests.support.server_process import Running, serving
+from tests.support.sdk import anthropic_sdk, sdk
+from tests.support.server_process import Running, Serving
 
 KEY = "sk-static"
 
@@ -36,7 +34,7 @@ def behind() -> Iterator[BadServer]:
 
 
 @pytest.fixture(scope="module")
-def front(tmp_path_factory: pytest.TempPathFactory, behind: BadServer) -> Iterator[Running]:
+def front(tmp_path_factory: pytest.TempPathFactory, behind: BadServer, serving: Serving) -> Iterator[Running]:
     folders = [tmp_path_factory.mktemp(name) for name in ("cloud", "front")]
     (folders[1] / "broken.gguf").write_bytes(b"GGUF")
     unreachable = f"http://127.0.0.1:{free_port()}"
@@ -156,22 +154,7 @@ def test_ignored_parameters_are_those_of_the_fallback(front: Running, behind: Ba
     behind.play(refused("500 Oops"))
 
 
-def test_fallback_under_load(front: Running) -> None:
-    results: list[tuple[str, str]] = []
-
-    def ask_some() -> None:
-        results.extend(answered(chat(front, "busy", max_tokens=1)) for _ in range(5))
-
-    threads = [threading.Thread(target=ask_some) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 30
-    assert {model for model, _ in results} == {"busy", "cloud"}
-
-
-def test_fallback_changes_with_reload(tmp_path: Path) -> None:
+def test_fallback_changes_with_reload(tmp_path: Path, serving: Serving) -> None:
     unreachable = f"http://127.0.0.1:{free_port()}"
     config: dict[str, Any] = {"models": {"a": upstream(unreachable), "b": scripted("b")}, "default": "b"}
     with serving(tmp_path, config) as running, talking(running) as client:

@@ -4,10 +4,11 @@ import asyncio
 import json
 import os
 import signal
+import ssl
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,32 @@ import pytest
 from dragoman.config.loading import Flags, load_settings
 from dragoman.core.errors import ConfigError
 from dragoman.server.serve import default_workers
-from tests.server.test_connections import listened_on
-from tests.support.anthropic_sdk import anthropic_sdk
-from tests.support.openai_sdk import sdk
-from tests.support.requests import CHAT, HELLO, PATIENCE, ask, eventually, frames, refused, talking, text_of, under_way
-from tests.support.server_process import Running, serving, serving_at
+from tests.support.certificates import write_certificate
+from tests.support.frontends import each, many, streamed_text
+from tests.support.requests import (
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    ask,
+    eventually,
+    frames,
+    listened_on,
+    refused,
+    talking,
+    text_of,
+    under_way,
+)
+from tests.support.sdk import sdk
+from tests.support.server_process import Running, has_ended, serving, serving_at
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
 TOOL: Any = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 NUMBERS = "".join(f"{number:04} " for number in range(40))
+SPOKEN = "".join(f"{at} " for at in range(60))
 IN_WORKER = {"engine": "scripted", "crash_after": 100_000}
 ENDLESS = {"tokens_per_second": 20, "replies": [{"output": "tick" * 12_000}]}
-MODELS: dict[str, Any] = {
-    "echo": {"engine": "scripted"},
+ECHO: dict[str, Any] = {"echo": {"engine": "scripted"}}
+MODELS: dict[str, Any] = ECHO | {
     "in-worker": IN_WORKER,
     "caller": {"engine": "scripted", "format": "hermes", "replies": [{"match": "weather", "output": CALL}]},
     "single": {"engine": "scripted", "slots": 1, **ENDLESS},
@@ -39,7 +53,10 @@ MODELS: dict[str, Any] = {
     "endless-in-worker": IN_WORKER | ENDLESS,
     "numbers": IN_WORKER | {"chunk": 5, "tokens_per_second": 20, "replies": [{"output": NUMBERS}]},
     "failing": {"engine": "scripted", "fail_after": 2, "replies": [{"output": "one two three four"}]},
-    "dying": {"engine": "scripted", "crash_after": 2, "replies": [{"output": "one two three four"}]},
+    "short": {"engine": "scripted", "context": 20},
+    "short-in-worker": IN_WORKER | {"context": 20},
+    "obedient": {"engine": "tests.ipc.engines:Obedient"},
+    "obedient-in-worker": {"engine": "tests.ipc.engines:Apart"},
 }
 
 
@@ -50,53 +67,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-def front_of(running: Running, client: httpx.Client) -> int | None:
-    """Return the front end that has this client's connection."""
-    port = client.get("/health").extensions["network_stream"].get_extra_info("client_addr")[1]
-    ends = f":{running.port:04X}", f":{port:04X}"
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    inode = next(line[9] for line in lines if line[1].endswith(ends[0]) and line[2].endswith(ends[1]))
-    for pid in running.fronts():
-        if any(_points_to(entry, f"socket:[{inode}]") for entry in Path(f"/proc/{pid}/fd").iterdir()):
-            return pid
-    return None
-
-
-def _points_to(entry: Path, target: str) -> bool:
-    try:
-        return str(entry.readlink()) == target
-    except OSError:
-        return False
-
-
-@contextmanager
-def each(running: Running, headers: dict[str, str] | None = None) -> Iterator[list[httpx.Client]]:
-    """Yield a client for each front end."""
-    with ExitStack() as stack:
-        found: dict[int, httpx.Client] = {}
-        deadline = time.monotonic() + PATIENCE
-        while len(found) < len(running.fronts()) or len(found) < 2:
-            assert time.monotonic() < deadline, found
-            client = stack.enter_context(talking(running, headers))
-            pid = front_of(running, client)
-            if pid is not None:
-                found.setdefault(pid, client)
-        yield [found[pid] for pid in sorted(found)]
-
-
-def test_default_workers() -> None:
+def test_number_of_workers() -> None:
     assert [default_workers(cpus) for cpus in (1, 2, 7, 8, 12, 16, 64)] == [1, 1, 1, 2, 3, 4, 4]
-
-
-def test_front_ends_share_the_port(pair: Running) -> None:
-    assert len(pair.fronts()) == 2
-    with each(pair) as clients:
-        for client in clients:
-            assert text_of(ask(client, CHAT)) == "hello"
+    with pytest.raises(ConfigError, match="--workers 0: expected int >= 1"):
+        load_settings(None, Flags(workers=0), {})
 
 
 @pytest.mark.parametrize("model", ["echo", "in-worker"])
 def test_openai_sdk(pair: Running, model: str) -> None:
+    assert len(pair.fronts()) == 2
     for _ in range(4):
         with sdk(pair) as client:
             words: Any = [{"role": "user", "content": "one two STOP three"}]
@@ -110,26 +89,20 @@ def test_openai_sdk(pair: Running, model: str) -> None:
             assert {entry.id for entry in client.models.list()} == set(MODELS)
 
 
-def test_tools_and_anthropic_sdk(pair: Running) -> None:
-    for _ in range(4):
-        with sdk(pair) as client, anthropic_sdk(pair) as other:
-            asked: Any = {"messages": [{"role": "user", "content": "the weather?"}], "model": "caller"}
-            told = client.chat.completions.create(**asked, tools=[{"type": "function", "function": TOOL}])
-            calls = told.choices[0].message.tool_calls
-            assert calls is not None
-            assert json.loads(calls[0].function.arguments) == {"city": "Paris"}
-            tool: Any = {"name": "weather", "input_schema": TOOL["parameters"]}
-            message = other.messages.create(**asked, max_tokens=99, tools=[tool])
-            assert [block.type for block in message.content] == ["tool_use"]
-            with other.messages.stream(
-                model="echo", max_tokens=99, messages=[{"role": "user", "content": "hi!"}]
-            ) as one:
-                assert one.get_final_text() == "hi!"
+def test_tool_calls(pair: Running) -> None:
+    with each(pair) as clients:
+        for client in clients:
+            weather = [{"role": "user", "content": "the weather?"}]
+            tools = [{"type": "function", "function": TOOL}]
+            choice = ask(client, CHAT, model="caller", messages=weather, tools=tools).json()["choices"][0]
+            (call,) = choice["message"]["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
 
 
 def test_errors(pair: Running) -> None:
     with each(pair) as clients:
         for client in clients:
+            assert text_of(ask(client, CHAT)) == "hello"
             refused(ask(client, CHAT, model="gone"), 404, param="model")
             refused(ask(client, CHAT, messages=[{"role": "unknown"}]), 400, param="messages[0].role")
             refused(ask(client, CHAT, n=1000), 400, param="n")
@@ -138,16 +111,23 @@ def test_errors(pair: Running) -> None:
             assert client.get(CHAT).headers["allow"] == "POST"
             refused(client.post(CHAT, content=b"{}", headers={"content-type": "text/plain"}), 415)
             refused(client.get("/health", headers={"host": "evil.example"}), 400)
-            stream = client.post(CHAT, json={"messages": HELLO, "model": "failing", "stream": True}).text
+            stream = ask(client, CHAT, model="failing", stream=True).text
             assert "[DONE]" not in stream
             assert json.loads(stream.strip().rpartition("data: ")[2])["error"]["type"] == "inference_error"
             strict = client.post(CHAT, json={"messages": HELLO, "top_k": 3}, headers={"x-dragoman-strict": "true"})
             refused(strict, 400, param="top_k")
             assert ask(client, CHAT, top_k=3).headers["x-dragoman-ignored"] == "top_k"
-            hasty = client.post(
-                CHAT, json={"messages": HELLO, "model": "endless"}, headers={"x-dragoman-timeout": "0.3"}
-            )
+            endless = {"messages": HELLO, "model": "endless"}
+            hasty = client.post(CHAT, json=endless, headers={"x-dragoman-timeout": "0.3"})
             refused(hasty, 504, code="deadline_exceeded")
+
+
+@pytest.mark.parametrize("model", ["short", "short-in-worker"])
+def test_prompt_that_is_too_long_is_refused_before_another_is_answered(pair: Running, model: str) -> None:
+    with each(pair) as clients:
+        for client in clients:
+            reply = ask(client, COMPLETIONS, model=model, prompt=["fits", "x " * 100], stream=True)
+            assert "maximum context length is 20 tokens" in refused(reply, 400, param="prompt")
 
 
 def test_responses_are_shared(pair: Running) -> None:
@@ -157,11 +137,8 @@ def test_responses_are_shared(pair: Running) -> None:
         body = {"model": "echo", "input": "more", "previous_response_id": first["id"]}
         second = other.post("/v1/responses", json=body).json()
         assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
-        refused(
-            one.post("/v1/responses", json=body | {"previous_response_id": "resp_gone"}),
-            404,
-            param="previous_response_id",
-        )
+        unknown = one.post("/v1/responses", json=body | {"previous_response_id": "resp_gone"})
+        refused(unknown, 404, param="previous_response_id")
         items = one.get(f"/v1/responses/{second['id']}/input_items").json()["data"]
         assert [item["content"][0]["text"] for item in items] == ["more", "remember me", "remember me"]
         stream = one.post("/v1/responses", json={"model": "echo", "input": "x", "stream": True}).text
@@ -176,10 +153,10 @@ def test_disconnect_frees_the_slot_for_another_front_end(pair: Running, model: s
             reader = stream.iter_lines()
             assert next(reader)
             waiting = pool.submit(ask, other, CHAT, model=model, max_tokens=1)
-            assert eventually(lambda: other.get("/stats").json()["models"][model]["waiting"] == 1)
+            under_way(pair, model, 1, waiting=1)
             assert not waiting.done()
         assert text_of(waiting.result()) == "tick"
-        assert eventually(lambda: other.get("/stats").json()["models"][model]["running"] == 0)
+        under_way(pair, model, 0)
 
 
 def test_statistics_cover_all_front_ends(tmp_path: Path) -> None:
@@ -206,12 +183,8 @@ def test_statistics_cover_all_front_ends(tmp_path: Path) -> None:
 
 
 def test_key_limits_cover_all_front_ends(tmp_path: Path) -> None:
-    keys = {"limits": {"requests_per_minute": 5, "concurrency": 2}}
-    config = {
-        "models": {"echo": {"engine": "scripted"}, "endless": MODELS["endless"]},
-        "api_keys": ["a", "b"],
-        "keys": keys,
-    }
+    limits = {"requests_per_minute": 5, "concurrency": 2}
+    config = {"models": ECHO | {"endless": MODELS["endless"]}, "api_keys": ["a", "b"], "keys": {"limits": limits}}
     with serving(tmp_path, config, "--workers", "2") as running:
         with each(running) as clients:
             for client in clients:
@@ -238,36 +211,6 @@ def test_key_limits_cover_all_front_ends(tmp_path: Path) -> None:
                 assert eventually(lambda: ask(third, CHAT).status_code == 200)
 
 
-async def streamed_text(client: httpx.AsyncClient, model: str, leave_after: int | None = None) -> tuple[str, str]:
-    """Return the text and how the stream ended."""
-    text, end = "", "cut off"
-    try:
-        async with client.stream("POST", CHAT, json={"messages": HELLO, "model": model, "stream": True}) as reply:
-            if reply.status_code != 200:
-                return "", json.loads(await reply.aread())["error"]["message"]
-            pieces = 0
-            async for line in reply.aiter_lines():
-                if not line.startswith("data: "):
-                    continue
-                if line == "data: [DONE]":
-                    return text, "done"
-                frame = json.loads(line.removeprefix("data: "))
-                if "error" in frame:
-                    return text, frame["error"]["message"]
-                text += frame["choices"][0]["delta"].get("content") or ""
-                pieces += 1
-                if pieces == leave_after:
-                    return text, "left"
-    except httpx.TransportError:
-        end = "reset"
-    return text, end
-
-
-def many(running: Running) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    return httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=PATIENCE, limits=limits)
-
-
 def test_five_hundred_streams_are_ordered_and_complete(pair: Running) -> None:
     async def whole() -> list[tuple[str, str]]:
         async with many(pair) as client:
@@ -281,8 +224,27 @@ def test_five_hundred_streams_are_ordered_and_complete(pair: Running) -> None:
             assert NUMBERS.startswith(text)
         else:
             assert (text, end) == (NUMBERS, "done")
-    with talking(pair) as client:
-        assert eventually(lambda: client.get("/stats").json()["models"]["numbers"]["running"] == 0)
+    under_way(pair, "numbers", 0)
+
+
+@pytest.mark.parametrize("model", ["obedient", "obedient-in-worker"])
+def test_invalid_event_fails_only_its_request(pair: Running, model: str) -> None:
+    async def whole() -> list[tuple[str, str]]:
+        async with many(pair) as client:
+            await streamed_text(client, model, content="count 1")
+            before = pair.fronts(), pair.workers()
+            # Enough connections to reach both front ends.
+            contents = ["slowly 60", "wrong 1", "wrong 100000000", "eos 1"] * 8
+            results = await asyncio.gather(*(streamed_text(client, model, content=text) for text in contents))
+            assert (pair.fronts(), pair.workers()) == before
+            return results
+
+    results = asyncio.run(whole())
+    under_way(pair, model, 0)
+    assert results[::4] == [(SPOKEN, "done")] * 8
+    ends = [end for at, (_, end) in enumerate(results) if at % 4]
+    assert ends == ["the engine failed (ValidationError); see the server log"] * 24
+    assert "engine output cannot be decoded" in pair.log.read_text()
 
 
 def test_killed_front_end_does_not_affect_the_others(tmp_path: Path) -> None:
@@ -305,8 +267,7 @@ def test_killed_front_end_does_not_affect_the_others(tmp_path: Path) -> None:
                 return told
 
         told = asyncio.run(whole())
-        ends = {end for _, end in told}
-        assert ends == {"done", "reset"}
+        assert {end for _, end in told} == {"done", "reset"}
         assert all(text == NUMBERS for text, end in told if end == "done")
         assert eventually(lambda: len(running.fronts()) == 2)
         assert other in running.fronts()
@@ -337,9 +298,8 @@ def test_killed_engine_fails_every_stream(pair: Running) -> None:
 
 
 def test_reload_applies_to_all_front_ends(tmp_path: Path) -> None:
-    config: dict[str, Any] = {"models": {"echo": {"engine": "scripted"}}}
     file = tmp_path / "dragoman.json"
-    with serving(tmp_path, config, "--workers", "2") as running, each(running) as clients:
+    with serving(tmp_path, {"models": ECHO}, "--workers", "2") as running, each(running) as clients:
         changed = {"models_dir": [], "models": {"other": {"engine": "scripted"}}, "limits": {"choices": 2}}
         file.write_text(json.dumps(changed | {"cors": {"origins": ["https://app.example"]}, "workers": 3}))
         assert clients[0].post("/admin/reload").json()["restart_needed"] == []
@@ -364,9 +324,6 @@ def test_smollm2(tmp_path: Path, smollm2_path: Path) -> None:
         for client in clients:
             told = frames(client.post(CHAT, json=asked | {"stream": True}).text)
             assert "".join(frame["choices"][0]["delta"].get("content") or "" for frame in told[:-1]) == whole[0]
-        with anthropic_sdk(running) as other:
-            message = other.messages.create(model="smollm2", max_tokens=5, messages=[{"role": "user", "content": "hi"}])
-            assert message.usage.output_tokens == 5
         with sdk(running) as asking, pytest.raises(openai.BadRequestError, match="context length"):
             asking.chat.completions.create(model="smollm2", messages=[{"role": "user", "content": "word " * 2000}])
 
@@ -395,18 +352,83 @@ def test_engine_in_the_parent_pauses_for_a_slow_client(tmp_path: Path) -> None:
 def test_unix_socket_is_shared(tmp_path: Path) -> None:
     def connect(port: int) -> httpx.Client:
         assert listened_on(tmp_path / "s")
-        return httpx.Client(
-            base_url="http://localhost", transport=httpx.HTTPTransport(uds=str(tmp_path / "s")), timeout=60
-        )
+        transport = httpx.HTTPTransport(uds=str(tmp_path / "s"))
+        return httpx.Client(base_url="http://localhost", transport=transport, timeout=60)
 
-    config = {"models": {"echo": {"engine": "scripted"}}}
-    with serving_at(tmp_path, config, connect, "--workers", "2", "--socket", str(tmp_path / "s")) as (running, client):
+    flags = ("--workers", "2", "--socket", str(tmp_path / "s"))
+    with serving_at(tmp_path, {"models": ECHO}, connect, *flags) as (running, client):
         assert text_of(ask(client, CHAT)) == "hello"
         assert len(running.fronts()) == 2
         assert running.stop() == 0
     assert not (tmp_path / "s").exists()
 
 
-def test_invalid_number_of_workers(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--workers 0: expected a number from 1"):
-        load_settings(None, Flags(workers=0), {})
+def test_each_front_end_speaks_tls(tmp_path: Path) -> None:
+    certificate = Path(write_certificate(tmp_path).certificate)
+    trusted, whole = ssl.create_default_context(cafile=certificate), certificate.read_bytes()
+    config = {"models": ECHO, "tls": {"certificate": "server.pem", "key": "server.key"}}
+
+    def connect(port: int) -> httpx.Client:
+        return httpx.Client(base_url=f"https://localhost:{port}", verify=trusted, trust_env=False, timeout=30)
+
+    def talk_to_each(running: Running) -> None:
+        """Send requests that each front end answers itself and requests that it relays."""
+        with each(running, connect=lambda: connect(running.port)) as clients:
+            for client in clients:
+                assert text_of(ask(client, CHAT)) == "hello"
+                assert ask(client, CHAT, stream=True).text.endswith("data: [DONE]\n\n")
+                assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["echo"]
+
+    with serving_at(tmp_path, config, connect, "--workers", "2") as (running, _):
+        talk_to_each(running)
+        certificate.write_text("no certificate")
+        os.kill(running.fronts()[0], signal.SIGKILL)
+        assert eventually(lambda: "cannot be used for TLS" in running.log.read_text())
+        certificate.write_bytes(whole)
+        assert eventually(lambda: len(running.fronts()) == 2)
+        talk_to_each(running)
+        assert running.stop() == 0
+        assert f"https://127.0.0.1:{running.port}" in running.log.read_text()
+        assert "Traceback" not in running.log.read_text()
+
+
+def test_graceful_stop_under_load(tmp_path: Path) -> None:
+    models = {name: MODELS[name] for name in ("echo", "numbers", "endless", "single-in-worker")}
+    config = {"models": models, "grace_seconds": 3, "drain_seconds": 3}
+
+    async def whole(running: Running) -> tuple[list[tuple[str, str]], httpx.Response, int]:
+        async with many(running) as client:
+            await client.post(CHAT, json={"messages": HELLO, "model": "numbers", "max_tokens": 1})
+            names = ["numbers"] * 6 + ["endless"] * 6 + ["single-in-worker"] * 2
+            tasks = [asyncio.create_task(streamed_text(client, name)) for name in names]
+            waiting = asyncio.create_task(client.post(CHAT, json={"messages": HELLO, "model": "endless"}))
+            for model, count, queued in (("endless", 7, 0), ("single-in-worker", 1, 1)):
+                await asyncio.to_thread(under_way, running, model, count, queued)
+            running.process.send_signal(signal.SIGTERM)
+            while (ready := await client.get("/ready")).status_code == 200:
+                pass
+            return await asyncio.gather(*tasks), await waiting, ready.status_code
+
+    with serving(tmp_path, config, "--workers", "2") as running:
+        children = running.children()
+        told, waited, ready = asyncio.run(whole(running))
+        assert running.process.wait(60) == 0
+        assert all(has_ended(pid) for pid in children)
+    assert ready == 503
+    assert told[:6] == [(NUMBERS, "done")] * 6
+    assert all("the server is stopping" in end or end == "cut off" for _, end in told[6:])
+    assert "ERROR" not in running.log.read_text()
+    assert [end for _, end in told[6:12]] == ["the server is stopping"] * 6
+    refused(waited, 503)
+    events = running.events()
+    assert events[-1]["event"] == "run_end"
+    assert events[-1]["requests"] == len([event for event in events if event["event"] == "request"])
+    assert "Traceback" not in running.log.read_text()
+
+
+def test_kill_9_of_the_parent_leaves_no_process(tmp_path: Path) -> None:
+    with serving(tmp_path, {"models": {"w": IN_WORKER}}, "--workers", "3") as running:
+        children = running.children()
+        assert len(children) == 4
+        running.process.kill()
+        assert eventually(lambda: all(has_ended(pid) for pid in children))

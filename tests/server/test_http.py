@@ -12,21 +12,15 @@ import httpx
 import pytest
 
 from tests.server.conftest import BODY_BYTES, BODY_SECONDS, HEADER_BYTES
+from tests.support.raw_http import STREAM_END, connect, head, raw, read, request_bytes, sent
 from tests.support.requests import (
     CHAT,
     COMPLETIONS,
     JSON_BODY,
     SMALLEST,
-    STREAM_END,
     ask,
-    connect,
-    head,
-    raw,
-    read,
     recorded,
     refused,
-    request_bytes,
-    sent,
     talking,
     text_of,
     under_way,
@@ -194,27 +188,19 @@ def test_head_response_has_no_body(tight: Running) -> None:
 class TestUpgrade:
     """An `Upgrade` is ignored: the request is served as HTTP."""
 
-    def wish(self, protocol: str) -> tuple[str, str, str]:
-        return "Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}", "HTTP2-Settings: AAEAAEAA"
-
-    @ROUTES
-    def test_with_a_body(self, tight: Running, path: str, protocol: str) -> None:
-        with connect(tight) as sock:
-            for _ in range(2):
-                sock.sendall(request_bytes(path, SMALLEST[path], *self.wish(protocol)))
-                assert text_of(read(sock, 0).response) == "hello"
-
     def test_byte_by_byte(self, tight: Running, protocol: str) -> None:
+        lines = ("Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}", "HTTP2-Settings: AAEAAEAA")
+        request = request_bytes(CHAT, SMALLEST[CHAT], *lines)
         with connect(tight) as sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for byte in request_bytes(CHAT, SMALLEST[CHAT], *self.wish(protocol)):
-                sock.sendall(bytes([byte]))
-            assert text_of(read(sock, 0).response) == "hello"
+            for pieces in ([request], [bytes([byte]) for byte in request]):
+                for piece in pieces:
+                    sock.sendall(piece)
+                assert text_of(read(sock, 0).response) == "hello"
 
     def test_in_chunks_and_pipelined(self, tight: Running, protocol: str) -> None:
-        lines = [line.encode() for line in self.wish(protocol)]
-        chunked = head(CHAT, b"Host: localhost", *lines, b"Transfer-Encoding: chunked")
-        one = chunked + b"%x\r\n%b\r\n0\r\n\r\n" % (len(SMALL), SMALL)
+        lines = (b"Connection: Upgrade", b"Upgrade: " + protocol.encode(), b"Transfer-Encoding: chunked")
+        one = head(CHAT, b"Host: localhost", *lines) + b"%x\r\n%b\r\n0\r\n\r\n" % (len(SMALL), SMALL)
         two = b"GET /health HTTP/1.1\r\n" + HOST + b"Connection: upgrade, close\r\nUpgrade: x\r\n\r\n"
         answer = raw(tight, one + two)
         assert answer.closed
@@ -222,17 +208,9 @@ class TestUpgrade:
         assert b'"hello"' in answer.body
         assert answer.body.count(b"HTTP/1.1 200 OK") == 1
 
-    def test_without_a_body(self, tight: Running, protocol: str) -> None:
-        lines = "\r\n".join(self.wish(protocol)).encode() + b"\r\n"
-        assert raw(tight, HEALTH[:-2] + lines + b"\r\n", 0).status == 200
-
-    def test_headers_are_counted(self, tight: Running, protocol: str) -> None:
-        long = "X-Long: " + "a" * HEADER_BYTES
-        refused(raw(tight, request_bytes(CHAT, SMALLEST[CHAT], *self.wish(protocol), long)).response, 431)
-
 
 @pytest.mark.parametrize("end", [b"\r\n\r\n", b""], ids=["ended", "never ended"])
-@pytest.mark.parametrize("size", [HEADER_BYTES + 1, 64 * 1024, 1024 * 1024])
+@pytest.mark.parametrize("size", [HEADER_BYTES + 1, 1024 * 1024])
 def test_headers_too_large(tight: Running, size: int, end: bytes) -> None:
     answer = raw(tight, b"GET / HTTP/1.1\r\n" + HOST + b"X-Long: " + b"a" * size + end)
     refused(answer.response, 431, code="headers_too_large")
@@ -284,11 +262,6 @@ def test_largest_body_is_accepted(tight: Running) -> None:
     with talking(tight) as client:
         assert text_of(client.post(CHAT, content=content, headers=JSON_BODY)) == "hello"
         assert text_of(client.post(CHAT, content=iter([content[:9], content[9:]]), headers=JSON_BODY)) == "hello"
-
-
-def test_body_of_33_megabytes(scripted: Running) -> None:
-    with talking(scripted) as client:
-        refused(client.post(CHAT, content=b" " * (33 * 1024 * 1024), headers=JSON_BODY), 413)
 
 
 @ROUTES
@@ -372,4 +345,4 @@ def test_request_that_arrived_during_a_stall_is_answered(impatient: Running) -> 
         finally:
             for pid in processes:
                 os.kill(pid, signal.SIGCONT)
-        assert read(sock).status == 200
+        assert read(sock, 0).status == 200

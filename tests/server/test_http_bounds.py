@@ -12,23 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.server.conftest import HEADER_BYTES
-from tests.support.requests import (
-    CHAT,
-    PATIENCE,
-    SMALLEST,
-    ask,
-    connect,
-    eventually,
-    head,
-    raw,
-    read,
-    recorded,
-    refused,
-    request_bytes,
-    talking,
-    text_of,
-)
-from tests.support.server_process import Running, serving
+from tests.support.raw_http import connect, head, raw, read, request_bytes
+from tests.support.requests import CHAT, PATIENCE, SMALLEST, ask, eventually, recorded, refused, talking, text_of
+from tests.support.server_process import Running, Serving
 
 HOST = b"Host: localhost\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"
@@ -62,35 +48,8 @@ def push(sock: socket.socket, data: bytes, limit: int) -> int:
     return taken
 
 
-UPGRADES = {
-    "Proxy-Connection": [b"Proxy-Connection: upgrade", b"Upgrade: x"],
-    "several Connection lines": [b"Connection: keep-alive", b"Connection: Upgrade", b"Upgrade: x"],
-    "both": [b"Connection: upgrade", b"Proxy-Connection: keep-alive, upgrade", b"Upgrade: h2c", b"Upgrade: x"],
-    "with a body": [b"Proxy-Connection: upgrade", b"Upgrade: x", b"Content-Length: 5", b"", b"hello"],
-}
-
-
-@pytest.mark.parametrize("lines", UPGRADES.values(), ids=UPGRADES.keys())
-def test_odd_upgrade_is_served_as_http(tight: Running, lines: list[bytes]) -> None:
-    data = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n".join(lines)
-    data += b"" if b"" in lines else b"\r\n\r\n"
-    with connect(tight) as sock:
-        for byte in (data, *(data[at : at + 1] for at in range(len(data)))):
-            sock.sendall(byte)
-        sock.sendall(LAST)
-        answer = read(sock, PATIENCE)
-    statuses = re.findall(rb"HTTP/1.1 (\d+)", answer.head + answer.body)
-    assert answer.closed
-    assert statuses == [b"200", b"200", b"200"]
-
-
-def test_folded_upgrade_is_refused(tight: Running) -> None:
-    data = b"GET / HTTP/1.1\r\n" + HOST + b"Connection:\r\n upgrade\r\nUpgrade: x\r\n\r\n"
-    refused(raw(tight, data, PATIENCE).response, 400)
-
-
 @pytest.fixture(scope="module")
-def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def crowded(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
     """A server with the default limits."""
     config = {
         "models": {
@@ -256,8 +215,9 @@ def test_large_headers_are_refused_while_they_arrive(tight: Running) -> None:
     assert len(answer.body) < HEADER_BYTES
 
 
-def test_connections_wait_while_no_file_descriptor_is_free(tmp_path: Path) -> None:
-    with serving(tmp_path, {"models": {"echo": {"engine": "scripted"}}}, "--workers", "1") as running:
+@pytest.mark.workers(1, reason="it limits the file descriptors of the process that accepts connections")
+def test_connections_wait_while_no_file_descriptor_is_free(tmp_path: Path, serving: Serving) -> None:
+    with serving(tmp_path, {"models": {"echo": {"engine": "scripted"}}}) as running:
         pid = running.process.pid
         taken = max(int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()) + 1
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (taken + 5, taken + 5))

@@ -12,15 +12,10 @@ from dragoman import __version__
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
 from dragoman.models import Catalog, StaticInfo
-from tests.files.test_gguf import gguf, pair, text
-from tests.support.requests import CHAT, ask, raw, refused, talking, text_of
-from tests.support.server_process import Running, serving
-
-
-@pytest.fixture
-def client(scripted: Running) -> Iterator[httpx.Client]:
-    with talking(scripted) as made:
-        yield made
+from tests.support.gguf_files import gguf, pair, text
+from tests.support.raw_http import raw
+from tests.support.requests import CHAT, ask, refused, talking, text_of
+from tests.support.server_process import Running, Serving
 
 
 def test_models(client: httpx.Client) -> None:
@@ -62,20 +57,23 @@ def test_context_is_shown_after_loading(client: httpx.Client) -> None:
     assert model["state"] == "ready"
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
-    """A truncated model file, and an invalid one."""
+def write_model(file: Path) -> None:
+    """A truncated model file."""
+    template = "{% for m in messages %}<tool_call>{{ m }}</tool_call>{% endfor %}"
     pairs = (
         pair("general.architecture", 8, text("llama")),
         pair("llama.context_length", 4, (2048).to_bytes(4, "little")),
-        pair("tokenizer.chat_template", 8, text("{% for m in messages %}<tool_call>{{ m }}</tool_call>{% endfor %}")),
+        pair("tokenizer.chat_template", 8, text(template)),
     )
-    (tmp_path / "m.gguf").write_bytes(gguf(*pairs))
-    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
-    return tmp_path
+    file.write_bytes(gguf(*pairs))
 
 
-def test_info_of_unloaded_model(files: Path) -> None:
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
+    """A server with models that are not loaded, under another name."""
+    folder = tmp_path_factory.mktemp("cold")
+    write_model(folder / "m.gguf")
+    (folder / "bad.gguf").write_bytes(b"GGUF")
     models = {
         "first": {"engine": "scripted"},
         "mine": "./m.gguf",
@@ -84,7 +82,18 @@ def test_info_of_unloaded_model(files: Path) -> None:
         "rehearsal": {"engine": "scripted", "context": 99},
         "own": {"engine": "tests.support.engines:Calling"},
     }
-    with serving(files, {"models": models}) as running, talking(running) as client:
+    with serving(folder, {"models": models, "hosts": ["127.0.0.1", "LLM.example"]}) as running:
+        yield running
+
+
+def test_configured_hosts(cold: Running) -> None:
+    for host, status in [("llm.example:8000", 200), ("localhost", 400), ("other.example", 400)]:
+        with talking(cold, {"host": host}) as client:
+            assert client.get("/health").status_code == status
+
+
+def test_info_of_unloaded_model(cold: Running) -> None:
+    with talking(cold) as client:
         listed = {model["id"]: model for model in client.get("/v1/models").json()["data"]}
         one = client.get("/v1/models/mine").json()
         anthropic = client.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()["data"]
@@ -103,30 +112,27 @@ def test_info_of_unloaded_model(files: Path) -> None:
     assert contexts == {name: (context, context) for name, (_, context) in known.items()}
 
 
-def test_file_is_read_once(files: Path) -> None:
-    spec = ModelSpec("mine", "llama", str(files / "m.gguf"))
-    gone = ModelSpec("gone", "llama", str(files / "gone.gguf"))
-    wrong = ModelSpec("wrong", "llama", str(files / "m.gguf"), {"colour": "red"})
+def test_file_is_read_once(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_model(file)
+    spec = ModelSpec("mine", "llama", str(file))
+    gone = ModelSpec("gone", "llama", str(tmp_path / "gone.gguf"))
+    wrong = ModelSpec("wrong", "llama", str(file), {"colour": "red"})
     catalog = Catalog(Settings(models=(spec, gone, wrong)))
 
-    async def foreseen() -> list[StaticInfo]:
-        return [await model.foreseen() for model in catalog.models.values()]
+    async def read() -> list[StaticInfo]:
+        return [await model.static_info() for model in catalog.models.values()]
 
     known = [StaticInfo("hermes", 2048), StaticInfo(file="missing"), StaticInfo()]
-    assert asyncio.run(foreseen()) == known
-    (files / "m.gguf").unlink()
-    assert asyncio.run(foreseen()) == known
+    assert asyncio.run(read()) == known
+    file.unlink()
+    assert asyncio.run(read()) == known
 
 
 @pytest.mark.parametrize("name", ["nothing", "org", "org/nested/more", "echo/"])
 def test_unknown_model(client: httpx.Client, name: str) -> None:
     message = refused(client.get(f"/v1/models/{name}"), 404, param="model", code="model_not_found")
     assert "echo" in message
-
-
-def test_query_is_ignored_in_path(client: httpx.Client) -> None:
-    assert client.get("/v1/models/echo?x=1").json()["id"] == "echo"
-    assert client.get("/v1/models?limit=1").is_success
 
 
 def test_path_is_not_normalized(scripted: Running) -> None:
@@ -150,19 +156,3 @@ def test_ready(client: httpx.Client) -> None:
     assert response.json()["status"] == "ready"
     assert response.json()["models"]["echo"] == "ready"
     assert set(response.json()["models"]["failing"]) <= set("coldready")
-
-
-def test_first_model_is_the_default(tmp_path: Path) -> None:
-    config = {"models": {"one": {"engine": "scripted"}, "two": {"engine": "scripted"}}, "aliases": {"*": "two"}}
-    with serving(tmp_path, config) as running, talking(running) as client:
-        assert ask(client, CHAT).json()["model"] == "one"
-        assert ask(client, CHAT, model="one").json()["model"] == "one"
-        assert ask(client, CHAT, model="anything").json()["model"] == "two"
-
-
-def test_configured_hosts(tmp_path: Path) -> None:
-    config = {"models": {"one": {"engine": "scripted"}}, "hosts": ["127.0.0.1", "LLM.example"]}
-    with serving(tmp_path, config) as running:
-        for host, status in [("llm.example:8000", 200), ("localhost", 400), ("other.example", 400)]:
-            with talking(running, {"host": host}) as client:
-                assert client.get("/health").status_code == status

@@ -17,10 +17,10 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from dragoman.config.sections import Jwt, KeyLimits, Keys
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError, PermissionDenied, Unauthorized
-from dragoman.server.auth.access import Access
-from dragoman.server.auth.scopes import Caller
-from tests.support.requests import CHAT, ask, refused, talking, text_of
-from tests.support.server_process import Running, serving
+from dragoman.server.auth.access import Authenticator
+from dragoman.server.auth.callers import Caller
+from tests.support.requests import CHAT, ask, talking
+from tests.support.server_process import Running, Serving
 
 SECRET = "a secret of more than thirty-two bytes, and of more than sixty-four as well"
 
@@ -48,8 +48,8 @@ def accessing(folder: Path, key: bytes, algorithm: Any = "HS256", **fields: Any)
     file.write_bytes(key)
     usual = {"audience": "dragoman", "issuer": "https://id.example"}
     signed = Jwt(algorithm=algorithm, key_file=str(file), **(usual | fields))
-    access = Access(Settings(keys=Keys(store=str(folder / "none.db"), jwt=signed)))
-    return lambda token: access.caller({b"authorization": b"Bearer " + token.encode()})
+    authenticator = Authenticator(Settings(keys=Keys(store=str(folder / "none.db"), jwt=signed)))
+    return lambda token: authenticator.authenticate({b"authorization": b"Bearer " + token.encode()})
 
 
 @pytest.fixture
@@ -216,22 +216,7 @@ def test_invalid_key_files(tmp_path: Path, algorithm: str, key: bytes, words: st
         accessing(tmp_path, key, algorithm)
 
 
-def test_token_over_http(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text(SECRET + "\n")
-    config = {
-        "models": {"echo": {"engine": "scripted"}},
-        "keys": {"store": "none.db", "jwt": {"algorithm": "HS256", "key_file": "secret", "audience": "dragoman"}},
-    }
-    with serving(tmp_path, config) as running:
-        with talking(running, {"authorization": f"Bearer {token()}"}) as client:
-            assert text_of(ask(client, CHAT)) == "hello"
-            refused(client.get("/stats"), 403)
-        with talking(running, {"authorization": f"Bearer {unsigned('none')}"}) as client:
-            refused(ask(client, CHAT), 401, code="invalid_api_key")
-
-
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_claim_lists_restrict_over_http(tmp_path: Path, workers: str) -> None:
+def test_claim_lists_restrict_over_http(tmp_path: Path, serving: Serving) -> None:
     (tmp_path / "secret").write_text(SECRET)
     signed = {"algorithm": "HS256", "key_file": "secret", "audience": "dragoman", "models": ["fa*"]}
     names = ("fast", "far", "slow")
@@ -244,7 +229,7 @@ def test_claim_lists_restrict_over_http(tmp_path: Path, workers: str) -> None:
         with talking(running, {"authorization": f"Bearer {token(**claimed)}"}) as client:
             return [ask(client, CHAT, model=name).status_code for name in names]
 
-    with serving(tmp_path, config, "--workers", workers) as running:
+    with serving(tmp_path, config) as running:
         assert statuses(running) == [200, 200, 403]
         assert statuses(running, models=["*"]) == [200, 200, 403]
         assert statuses(running, models=["f*s*", "slow"]) == [200, 403, 403]

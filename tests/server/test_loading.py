@@ -1,9 +1,13 @@
-"""Models that fail to load, or load slowly."""
+"""Models that fail to load, or load slowly, and hostile files in a models folder."""
 
 import asyncio
+import os
+import shutil
 import socket
+import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -13,23 +17,93 @@ from tools.ports import free_port
 from dragoman import create_app, serve
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
-from dragoman.models import model_host
-from tests.files.test_gguf import gguf, pair, text
+from dragoman.files.gguf import read_outline
+from dragoman.models import engine_loader
 from tests.support.engines import Nameless, NeverStops, SlowToLoad
-from tests.support.requests import CHAT, HELLO, ask, eventually, refused, talking, text_of
-from tests.support.server_process import serving
+from tests.support.gguf_files import gguf, header, pair, sparse, text
+from tests.support.requests import CHAT, ask, eventually, refused, talking, text_of
+from tests.support.server_process import Running, Serving
 
-EXPLODING = {"engine": "tests.support.engines:Exploding"}
 SLOW = {"engine": "tests.support.engines:SlowToLoad"}
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_failure_of_only_model_stops_server(tmp_path: Path, workers: str) -> None:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
+    models = {
+        "good": {"engine": "scripted"},
+        "bad": {"engine": "tests.support.engines:Exploding"},
+        "slow": SLOW,
+        "slow-too": SLOW,
+        "net": f"http://127.0.0.1:{free_port()}/x.gguf",
+    }
+    folder = tmp_path_factory.mktemp("loading")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAGOMAN_HOME", str(folder / "home"))
+        with serving(folder, {"models": models, "limits": {"keepalive_seconds": 0.2}}) as running:
+            yield running
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[httpx.Client]:
+    with talking(server) as made:
+        yield made
+        assert text_of(ask(made, CHAT)) == "hello"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_failure_of_one_model_is_reported_to_client_and_log(
+    server: Running, client: httpx.Client, stream: bool
+) -> None:
+    message = refused(ask(client, CHAT, model="bad", stream=stream), 503, code="model_failed")
+    assert "device" not in message
+    states = client.get("/ready").json()["models"]
+    assert (states["good"], states["bad"]) == ("ready", "failed")
+    assert "model bad: no such device" in server.log.read_text()
+
+
+def test_feature_checks_wait_for_loading(client: httpx.Client) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    refused(ask(client, CHAT, model="slow", stream=True, tools=[tool]), 501, param="tools")
+    response = ask(client, CHAT, model="slow-too", stream=True, unheard=1)
+    assert response.headers["x-dragoman-ignored"] == "unheard"
+    assert "at last" in response.text
+
+
+def test_unreachable_source_does_not_affect_other_models(server: Running, client: httpx.Client) -> None:
+    assert "model net will be downloaded on its first request" in server.log.read_text()
+    refused(ask(client, CHAT, model="net"), 503, code="model_failed")
+    assert ":1: models.net: http://127.0.0.1" in server.log.read_text()
+
+
+def test_download_does_not_block_shutdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serving: Serving) -> None:
+    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        models = {"a": {"engine": "scripted"}, "net": f"http://127.0.0.1:{silent.getsockname()[1]}/x.gguf"}
+        config = {"models": models, "limits": {"load_seconds": 0.1}, "grace_seconds": 1}
+        with serving(tmp_path, config) as running, talking(running) as client:
+            refused(ask(client, CHAT, model="net"), 503, code="model_loading")
+            assert running.stop() == 0
+
+
+def test_unreachable_default_model_stops_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serving: Serving
+) -> None:
+    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
+    config = {"models": {"a": {"engine": "scripted"}, "net": f"http://127.0.0.1:{free_port()}/x.gguf"}}
+    with (
+        pytest.raises(AssertionError, match=r"the server ended:[\s\S]*model net: http"),
+        serving(tmp_path, config, "--default", "net"),
+    ):
+        pass
+
+
+def test_failure_of_only_model_stops_server(tmp_path: Path, workers: int) -> None:
     config = tmp_path / "dragoman.yaml"
     # The error must not take that long.
     config.write_text("{models: {bad: {engine: 'tests.support.engines:Exploding'}}, drain_seconds: 60}")
     command = [sys.executable, "-m", "dragoman", "serve", "--config", str(config), "--port", str(free_port())]
-    done = subprocess.run([*command, "--workers", workers], capture_output=True, text=True, timeout=60, check=False)
+    command += ["--workers", str(workers)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "dragoman: no such device"
     assert "new requests are taken" not in done.stderr
@@ -39,14 +113,15 @@ def test_failure_of_only_model_stops_server(tmp_path: Path, workers: str) -> Non
 
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b")], ids=len)
-def test_only_failure_of_only_directory_model_stops_server(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_only_failure_of_only_directory_model_stops_server(
+    tmp_path: Path, names: tuple[str, ...], workers: int
+) -> None:
     for name in names:
         (tmp_path / f"{name}.gguf").write_bytes(gguf(pair("general.architecture", 8, text("llama"))))
-
     port, log = free_port(), tmp_path / "server.log"
     command = [sys.executable, "-m", "dragoman", "serve", "--models-dir", str(tmp_path), "--port", str(port)]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
+        process = subprocess.Popen([*command, "--workers", str(workers)], stdout=output, stderr=output)
     try:
         assert eventually(lambda: "model a: not loaded: " in log.read_text())
         if len(names) == 1:
@@ -61,31 +136,8 @@ def test_only_failure_of_only_directory_model_stops_server(tmp_path: Path, names
         process.wait()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_failure_of_one_model_is_reported_to_client_and_log(tmp_path: Path, stream: bool) -> None:
-    config = {"models": {"good": {"engine": "scripted"}, "bad": EXPLODING}}
-    with serving(tmp_path, config) as running, talking(running) as client:
-        message = refused(ask(client, CHAT, model="bad", stream=stream), 503, code="model_failed")
-        assert "device" not in message
-        assert text_of(ask(client, CHAT)) == "hello"
-        assert client.get("/ready").json()["models"] == {"good": "ready", "bad": "failed"}
-    assert "model bad: no such device" in running.log.read_text()
-
-
-def test_feature_checks_wait_for_loading(tmp_path: Path) -> None:
-    config = {"models": {"first": {"engine": "scripted"}, "slow": SLOW}, "limits": {"keepalive_seconds": 0.2}}
-    tool = {"type": "function", "function": {"name": "f"}}
-    with serving(tmp_path, config) as running, talking(running) as client:
-        refused(ask(client, CHAT, model="slow", stream=True, tools=[tool]), 501, param="tools")
-    with serving(tmp_path, config) as running, talking(running) as client:
-        body = {"messages": HELLO, "model": "slow", "stream": True, "unheard": 1}
-        with client.stream("POST", CHAT, json=body) as response:
-            assert response.headers["x-dragoman-ignored"] == "unheard"
-            assert "at last" in response.read().decode()
-
-
 def test_engine_that_does_not_stop_does_not_block_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_host, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(engine_loader, "STOP_SECONDS", 0.1)
 
     async def scenario() -> None:
         app = create_app(NeverStops())
@@ -119,7 +171,7 @@ def test_serve_on_public_address_needs_a_key(monkeypatch: pytest.MonkeyPatch) ->
 def test_serve_uses_key_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Settings] = []
     monkeypatch.setenv("DRAGOMAN_API_KEY", "secret")
-    monkeypatch.setattr("dragoman.server.serve.run", lambda settings, engines: given.append(settings))
+    monkeypatch.setattr("dragoman.server.serve.run", lambda settings, engines, warnings: given.append(settings))
     serve(NeverStops(), host="0.0.0.0", port=1)
     assert (given[0].api_keys, given[0].host, given[0].port) == (("secret",), "0.0.0.0", 1)
 
@@ -137,36 +189,41 @@ def test_engine_without_models_is_a_config_error() -> None:
         create_app(Nameless())
 
 
-def test_unreachable_source_does_not_affect_other_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
-    config = {"models": {"a": {"engine": "scripted"}, "net": f"http://127.0.0.1:{free_port()}/x.gguf"}}
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def with_template(original: Path, target: Path, template: str) -> None:
+    """Copy a model and replace its chat template by a shorter one."""
+    shutil.copyfile(original, target)
+    place = read_outline(original).places["tokenizer.chat_template"]
+    with target.open("r+b") as file:
+        file.seek(place)
+        (length,) = struct.unpack("<Q", file.read(8))
+        file.write(template.encode().ljust(length))
+
+
+def test_endless_template_fails_only_its_own_model(tmp_path: Path, smollm2_path: Path, serving: Serving) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    with_template(smollm2_path, folder / "endless.gguf", ENDLESS)
+    sparse(folder / "sparse.gguf", header(1 << 40))
+    os.mkfifo(folder / "pipe.gguf")
+    (folder / "again").symlink_to(folder)
+    config = {
+        "models": {"echo": {"engine": "scripted"}},
+        "models_dir": str(folder),
+        "layout": "as-is",
+        "limits": {"load_seconds": 120},
+    }
     with serving(tmp_path, config) as running, talking(running) as client:
-        assert "model net will be downloaded on its first request" in running.log.read_text()
-        assert text_of(ask(client, CHAT, model="a")) == "hello"
-        refused(ask(client, CHAT, model="net"), 503, code="model_failed")
-        assert ":1: models.net: http://127.0.0.1" in running.log.read_text()
-        assert text_of(ask(client, CHAT, model="a")) == "hello"
-
-
-def test_download_does_not_block_shutdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}/x.gguf"
-        config = {
-            "models": {"a": {"engine": "scripted"}, "net": url},
-            "limits": {"load_seconds": 0.1},
-            "grace_seconds": 1,
-        }
-        with serving(tmp_path, config) as running, talking(running) as client:
-            refused(ask(client, CHAT, model="net"), 503, code="model_loading")
-            assert running.stop() == 0
-
-
-def test_unreachable_default_model_stops_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
-    config = {"models": {"a": {"engine": "scripted"}, "net": f"http://127.0.0.1:{free_port()}/x.gguf"}}
-    with (
-        pytest.raises(AssertionError, match=r"the server ended:[\s\S]*model net: http"),
-        serving(tmp_path, config, "--default", "net"),
-    ):
-        pass
+        listed = [model["id"] for model in client.get("/v1/models").json()["data"]]
+        assert listed == ["echo", "endless"]
+        reply = client.post(
+            CHAT, json={"model": "endless", "messages": [{"role": "user", "content": "x"}]}, timeout=120
+        )
+        refused(reply, 503, code="model_failed")
+        assert text_of(ask(client, CHAT, model="echo")) == "hello"
+        told = {model["id"]: model for model in client.get("/admin/models").json()["data"]}
+        assert told["endless"]["state"] == "failed"
+        assert "the chat template exceeds a limit" in told["endless"]["failure"]
+        assert running.workers() == []

@@ -5,10 +5,10 @@ import asyncio
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
 from dragoman.models import Catalog
-from dragoman.server.auth.scopes import UNRESTRICTED
-from dragoman.server.model_lease import LeaseRequest, ModelLease
+from dragoman.server.auth.callers import UNRESTRICTED
+from dragoman.server.model_lease import LeaseRequest, LocalModelLease
 
-WISH = LeaseRequest("m", (), None, strict=False)
+REQUEST = LeaseRequest("m", (), None, strict=False)
 SETTINGS = Settings(models=(ModelSpec("m", "scripted", None, {"slots": 1}),), models_dir=())
 
 
@@ -16,9 +16,9 @@ def test_waiting_for_a_slot_does_not_hold_the_model() -> None:
     async def scenario() -> None:
         catalog = Catalog(SETTINGS)
         seat = catalog.lifecycle.residency_of(catalog.resolve("m").host)
-        first, second = (ModelLease(catalog, UNRESTRICTED, None) for _ in range(2))
+        first, second = (LocalModelLease(catalog, UNRESTRICTED, None) for _ in range(2))
         # The features are unknown before the first load, so both wait for it.
-        await asyncio.gather(first.find(WISH), second.find(WISH))
+        await asyncio.gather(first.find(REQUEST), second.find(REQUEST))
         assert seat.running == 2
         engine = await first.start()
         waiting = asyncio.create_task(second.start())

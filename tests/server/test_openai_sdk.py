@@ -8,30 +8,137 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionTokenLogprob
 
-from tests.support.openai_sdk import Asking, async_sdk, content, joined, sdk
 from tests.support.requests import recorded
+from tests.support.sdk import Asking, async_sdk, content, joined, sdk
 from tests.support.server_process import Running
 
 QUESTION = "What is the capital of France? Answer in one word."
 VERSE = "Roses are red, violets are blue."
 
 
-@pytest.fixture(params=["poet", "smol"])
-def model(request: pytest.FixtureRequest) -> Asking:
-    """Both engines, one after the other."""
-    found: Asking = request.getfixturevalue(request.param)
-    return found
+class AnyModel:
+    """Tests for both engines."""
+
+    def test_chat(self, model: Asking) -> None:
+        reply = model.chat(QUESTION)
+        assert (reply.object, reply.model) == ("chat.completion", model.model)
+        assert abs(reply.created - time.time()) < 60
+        (choice,) = reply.choices
+        assert (choice.index, choice.message.role, choice.message.refusal) == (0, "assistant", None)
+        assert content(reply).strip()
+        assert choice.logprobs is None
+        assert choice.message.tool_calls is None
+
+    def test_stream_is_the_reply_in_pieces(self, model: Asking) -> None:
+        reply = model.chat(QUESTION)
+        chunks = model.stream(QUESTION, stream_options={"include_usage": True})
+        assert joined(chunks) == content(reply)
+        assert {(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks} == {
+            (chunks[0].id, chunks[0].created, model.model, "chat.completion.chunk")
+        }
+        first, *middle, last, usage = chunks
+        assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+        assert all(chunk.choices[0].delta.content for chunk in middle)
+        assert [chunk.choices[0].finish_reason for chunk in (first, *middle)] == [None] * (len(middle) + 1)
+        assert last.choices[0].delta.content is None
+        assert last.choices[0].finish_reason == reply.choices[0].finish_reason
+        assert (usage.choices, usage.usage) == ([], reply.usage)
+        assert all(chunk.usage is None for chunk in chunks[:-1])
+
+    def test_sdks_own_stream_collector(self, model: Asking) -> None:
+        with model.client.chat.completions.stream(
+            model=model.model, messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=16
+        ) as stream:
+            pieces = [event.delta for event in stream if event.type == "content.delta"]
+            final = stream.get_final_completion()
+        assert "".join(pieces) == content(model.chat(QUESTION)) == final.choices[0].message.content
+        assert final.choices[0].finish_reason in ("stop", "length")
+
+    def test_id_is_in_the_header_and_in_the_log(self, model: Asking) -> None:
+        fields = model.fields(QUESTION, {"max_tokens": 2})
+        raw = model.client.chat.completions.with_raw_response.create(**fields)
+        reply = raw.parse()
+        assert raw.headers["x-request-id"] == reply.id == reply._request_id
+        assert reply.id.startswith("chatcmpl-")
+        (record,) = recorded(model.running, id=reply.id)
+        assert reply.usage is not None
+        assert (record["status"], record["completion_tokens"]) == (200, reply.usage.completion_tokens)
+        with model.client.chat.completions.with_streaming_response.create(**fields, stream=True) as streamed:
+            chunks = list(streamed.parse())
+            assert streamed.headers["x-request-id"] == chunks[0].id != reply.id
+
+    def test_several_choices(self, model: Asking) -> None:
+        alone = model.chat(QUESTION)
+        reply = model.chat(QUESTION, n=3)
+        assert [choice.index for choice in reply.choices] == [0, 1, 2]
+        assert [content(reply, at) for at in range(3)] == [content(alone)] * 3
+        assert alone.usage is not None
+        assert reply.usage is not None
+        assert reply.usage.prompt_tokens == alone.usage.prompt_tokens
+        assert reply.usage.completion_tokens == 3 * alone.usage.completion_tokens
+
+    def test_several_choices_streamed(self, model: Asking) -> None:
+        text = content(model.chat(QUESTION))
+        chunks = model.stream(QUESTION, n=3, stream_options={"include_usage": True})
+        assert [joined(chunks, at) for at in range(3)] == [text] * 3
+        for at in range(3):
+            entries = [entry for chunk in chunks for entry in chunk.choices if entry.index == at]
+            assert (entries[0].delta.role, entries[0].delta.content) == ("assistant", "")
+            assert [bool(entry.finish_reason) for entry in entries] == [False] * (len(entries) - 1) + [True]
+        assert chunks[-1].usage == model.chat(QUESTION, n=3).usage
+
+    def test_stop_cuts_before_the_match_wherever_the_tokens_end(self, model: Asking) -> None:
+        text = content(model.chat(QUESTION))
+        for begin in range(3, 12, 2):
+            stop = text[begin : begin + 5]
+            reply = model.chat(QUESTION, stop=stop)
+            chunks = model.stream(QUESTION, stop=[stop, "never said"], stream_options={"include_usage": True})
+            assert content(reply) == joined(chunks) == text[: text.index(stop)]
+            assert reply.choices[0].finish_reason == chunks[-2].choices[0].finish_reason == "stop"
+            assert chunks[-1].usage == reply.usage
+            assert reply.usage is not None
+            assert 1 <= reply.usage.completion_tokens <= 16
+
+    def test_first_completed_stop_string_wins(self, model: Asking) -> None:
+        text = content(model.chat(QUESTION))
+        early, late = text[4:7], text[8:14]
+        assert content(model.chat(QUESTION, stop=[late, early])) == text[: text.index(early)]
+
+    def test_finish_reason_and_usage_at_the_limit(self, model: Asking) -> None:
+        for limit in (1, 3):
+            reply = model.chat(QUESTION, max_tokens=limit)
+            assert reply.choices[0].finish_reason == "length"
+            assert reply.usage is not None
+            assert reply.usage.completion_tokens == limit
+        newer = model.chat(QUESTION, max_tokens=openai.omit, max_completion_tokens=3)
+        assert content(newer) == content(reply)
+
+    def test_many_at_once_through_the_async_client(self, model: Asking) -> None:
+        async def ask_all() -> list[str]:
+            async with async_sdk(model.running) as client:
+
+                async def ask(stream: bool) -> str:
+                    fields = model.fields(QUESTION, {"max_tokens": 6, "stream": stream})
+                    if not stream:
+                        return content(await client.chat.completions.create(**fields))
+                    async with await client.chat.completions.create(**fields) as chunks:
+                        return joined([chunk async for chunk in chunks])
+
+                return list(await asyncio.gather(*(ask(bool(at % 2)) for at in range(6))))
+
+        assert asyncio.run(ask_all()) == [content(model.chat(QUESTION, max_tokens=6))] * 6
 
 
-def test_chat(model: Asking) -> None:
-    reply = model.chat(QUESTION)
-    assert (reply.object, reply.model) == ("chat.completion", model.model)
-    assert abs(reply.created - time.time()) < 60
-    (choice,) = reply.choices
-    assert (choice.index, choice.message.role, choice.message.refusal) == (0, "assistant", None)
-    assert content(reply).strip()
-    assert choice.logprobs is None
-    assert choice.message.tool_calls is None
+class TestScripted(AnyModel):
+    @pytest.fixture
+    def model(self, poet: Asking) -> Asking:
+        return poet
+
+
+class TestRealModel(AnyModel):
+    @pytest.fixture
+    def model(self, smol: Asking) -> Asking:
+        return smol
 
 
 def test_script_is_played_exactly(poet: Asking) -> None:
@@ -54,124 +161,6 @@ def test_model_knows_its_capitals(smol: Asking) -> None:
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
 
 
-def test_stream_is_the_reply_in_pieces(model: Asking) -> None:
-    reply = model.chat(QUESTION)
-    chunks = model.stream(QUESTION, stream_options={"include_usage": True})
-    assert joined(chunks) == content(reply)
-    assert {(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks} == {
-        (chunks[0].id, chunks[0].created, model.model, "chat.completion.chunk")
-    }
-    first, *middle, last, usage = chunks
-    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
-    assert all(chunk.choices[0].delta.content for chunk in middle)
-    assert [chunk.choices[0].finish_reason for chunk in (first, *middle)] == [None] * (len(middle) + 1)
-    assert last.choices[0].delta.content is None
-    assert last.choices[0].finish_reason == reply.choices[0].finish_reason
-    assert (usage.choices, usage.usage) == ([], reply.usage)
-    assert all(chunk.usage is None for chunk in chunks[:-1])
-
-
-def test_stream_has_no_usage_by_default(model: Asking) -> None:
-    chunks = model.stream(QUESTION, max_tokens=2)
-    assert all(chunk.choices for chunk in chunks)
-
-
-def test_sdks_own_stream_collector(model: Asking) -> None:
-    with model.client.chat.completions.stream(
-        model=model.model, messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=16
-    ) as stream:
-        pieces = [event.delta for event in stream if event.type == "content.delta"]
-        final = stream.get_final_completion()
-    assert "".join(pieces) == content(model.chat(QUESTION)) == final.choices[0].message.content
-    assert final.choices[0].finish_reason in ("stop", "length")
-
-
-def test_id_is_in_the_header_and_in_the_log(model: Asking) -> None:
-    fields = model._fields(QUESTION, {"max_tokens": 2})
-    raw = model.client.chat.completions.with_raw_response.create(**fields)
-    reply = raw.parse()
-    assert raw.headers["x-request-id"] == reply.id == reply._request_id
-    assert reply.id.startswith("chatcmpl-")
-    (record,) = recorded(model.running, id=reply.id)
-    assert reply.usage is not None
-    assert (record["status"], record["completion_tokens"]) == (200, reply.usage.completion_tokens)
-    with model.client.chat.completions.with_streaming_response.create(**fields, stream=True) as streamed:
-        chunks = list(streamed.parse())
-        assert streamed.headers["x-request-id"] == chunks[0].id != reply.id
-
-
-def test_several_choices(model: Asking) -> None:
-    alone = model.chat(QUESTION)
-    reply = model.chat(QUESTION, n=3)
-    assert [choice.index for choice in reply.choices] == [0, 1, 2]
-    assert [content(reply, at) for at in range(3)] == [content(alone)] * 3
-    assert alone.usage is not None
-    assert reply.usage is not None
-    assert reply.usage.prompt_tokens == alone.usage.prompt_tokens
-    assert reply.usage.completion_tokens == 3 * alone.usage.completion_tokens
-
-
-def test_several_choices_streamed(model: Asking) -> None:
-    text = content(model.chat(QUESTION))
-    chunks = model.stream(QUESTION, n=3, stream_options={"include_usage": True})
-    assert [joined(chunks, at) for at in range(3)] == [text] * 3
-    for at in range(3):
-        entries = [entry for chunk in chunks for entry in chunk.choices if entry.index == at]
-        assert (entries[0].delta.role, entries[0].delta.content) == ("assistant", "")
-        assert [bool(entry.finish_reason) for entry in entries] == [False] * (len(entries) - 1) + [True]
-    assert chunks[-1].usage == model.chat(QUESTION, n=3).usage
-
-
-def test_choices_come_interleaved(poet: Asking) -> None:
-    order = [entry.index for chunk in poet.stream(QUESTION, n=2) for entry in chunk.choices]
-    assert order != sorted(order)
-
-
-def test_stop_cuts_before_the_match_wherever_the_tokens_end(model: Asking) -> None:
-    text = content(model.chat(QUESTION))
-    for begin in range(3, 12, 2):
-        stop = text[begin : begin + 5]
-        reply = model.chat(QUESTION, stop=stop)
-        chunks = model.stream(QUESTION, stop=[stop, "never said"], stream_options={"include_usage": True})
-        assert content(reply) == joined(chunks) == text[: text.index(stop)]
-        assert reply.choices[0].finish_reason == chunks[-2].choices[0].finish_reason == "stop"
-        assert chunks[-1].usage == reply.usage
-        assert reply.usage is not None
-        assert 1 <= reply.usage.completion_tokens <= 16
-
-
-def test_first_completed_stop_string_wins(model: Asking) -> None:
-    text = content(model.chat(QUESTION))
-    early, late = text[4:7], text[8:14]
-    assert content(model.chat(QUESTION, stop=[late, early])) == text[: text.index(early)]
-
-
-def test_finish_reason_and_usage_at_the_limit(model: Asking) -> None:
-    for limit in (1, 3):
-        reply = model.chat(QUESTION, max_tokens=limit)
-        assert reply.choices[0].finish_reason == "length"
-        assert reply.usage is not None
-        assert reply.usage.completion_tokens == limit
-    newer = model.chat(QUESTION, max_tokens=openai.omit, max_completion_tokens=3)
-    assert content(newer) == content(reply)
-
-
-def test_many_at_once_through_the_async_client(model: Asking) -> None:
-    async def ask_all() -> list[str]:
-        async with async_sdk(model.running) as client:
-
-            async def ask(stream: bool) -> str:
-                fields = model._fields(QUESTION, {"max_tokens": 6, "stream": stream})
-                if not stream:
-                    return content(await client.chat.completions.create(**fields))
-                async with await client.chat.completions.create(**fields) as chunks:
-                    return joined([chunk async for chunk in chunks])
-
-            return list(await asyncio.gather(*(ask(bool(at % 2)) for at in range(6))))
-
-    assert asyncio.run(ask_all()) == [content(model.chat(QUESTION, max_tokens=6))] * 6
-
-
 def logprobs_of(entries: list[Any]) -> list[ChatCompletionTokenLogprob]:
     return [logprob for entry in entries if entry.logprobs for logprob in entry.logprobs.content]
 
@@ -190,61 +179,13 @@ def test_logprobs(smol: Asking) -> None:
         assert entry.logprob <= 0
 
 
-def test_logprobs_of_a_stream_are_those_of_the_reply(smol: Asking) -> None:
-    whole = logprobs_of(list(smol.chat(QUESTION, logprobs=True, top_logprobs=2).choices))
-    chunks = smol.stream(QUESTION, logprobs=True, top_logprobs=2)
-    pieces = logprobs_of([entry for chunk in chunks for entry in chunk.choices])
-    assert [entry.token for entry in pieces] == [entry.token for entry in whole]
-    assert [entry.logprob for entry in pieces] == pytest.approx([entry.logprob for entry in whole], abs=0.01)
-    assert [[rival.token for rival in entry.top_logprobs] for entry in pieces] == [
-        [rival.token for rival in entry.top_logprobs] for entry in whole
-    ]
-
-
-def test_logprobs_without_alternatives(smol: Asking) -> None:
-    (first, second) = logprobs_of(list(smol.chat(QUESTION, logprobs=True, max_tokens=2).choices))
-    assert first.top_logprobs == second.top_logprobs == []
-
-
 def test_scripted_engine_refuses_logprobs(poet: Asking) -> None:
-    raw = poet.client.chat.completions.with_raw_response.create(**poet._fields(QUESTION, {"logprobs": True}))
+    raw = poet.client.chat.completions.with_raw_response.create(**poet.fields(QUESTION, {"logprobs": True}))
     assert raw.headers["x-dragoman-ignored"] == "temperature, logprobs"
     assert content(raw.parse()) == VERSE
 
 
-def test_seed_repeats_and_another_differs(smol: Asking) -> None:
-    def story(seed: int) -> str:
-        return content(smol.chat("Tell me a story.", seed=seed, temperature=1))
-
-    assert story(1) == story(1)
-    assert len({story(seed) for seed in (1, 2, 3)}) == 3
-
-
-def test_seeded_choices_differ_and_repeat(smol: Asking) -> None:
-    def stories() -> list[str]:
-        reply = smol.chat("Tell me a story.", seed=7, temperature=1, n=3, max_tokens=8)
-        return [content(reply, at) for at in range(3)]
-
-    assert stories() == stories()
-    assert len(set(stories())) > 1
-
-
-def test_temperature_0_is_the_likeliest_token_whatever_the_seed(smol: Asking) -> None:
-    greedy = content(smol.chat(QUESTION))
-    assert content(smol.chat(QUESTION, seed=5)) == greedy
-    assert content(smol.chat(QUESTION, temperature=1, seed=5, extra_body={"top_k": 1})) == greedy
-
-
-def test_logit_bias_forces_and_forbids(smol: Asking) -> None:
-    (paris,) = smol.tokenize(" Paris")
-    assert content(smol.chat(QUESTION, logit_bias={str(paris): 100}, max_tokens=3)) == " Paris Paris Paris"
-    said = smol.chat(QUESTION, logprobs=True)
-    assert " Paris" in [entry.token for entry in logprobs_of(list(said.choices))]
-    silent = smol.chat(QUESTION, logprobs=True, logit_bias={str(paris): -100})
-    assert " Paris" not in [entry.token for entry in logprobs_of(list(silent.choices))]
-
-
-def test_models(scripted: Running, smol: Asking) -> None:
+def test_models(scripted: Running) -> None:
     with sdk(scripted) as client:
         listed = client.models.list()
         names = [entry.id for entry in listed]
@@ -257,6 +198,9 @@ def test_models(scripted: Running, smol: Asking) -> None:
             client.models.retrieve("org/other")
         reply = client.chat.completions.create(model="org/nested", messages=[{"role": "user", "content": "ping"}])
         assert (content(reply), reply.model) == ("ping", "org/nested")
+
+
+def test_model_info_of_a_real_model(smol: Asking) -> None:
     (entry,) = smol.client.models.list()
     known = {"max_model_len": 2048, "format": "hermes", "device": "cpu", "state": "ready"}
     assert (entry.id, entry.model_extra) == ("smollm2", known)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from dragoman.config.sections import KeyLimits
 from dragoman.core.errors import RateLimited, TokensLimited
-from dragoman.server.auth.quotas import MINUTE, Quota, QuotaLease, RateWindow
+from dragoman.server.auth.callers import Quota, QuotaLease, RateWindow
+from dragoman.server.telemetry.metrics import MINUTE
 
 
 class Clock:

@@ -7,19 +7,20 @@ import httpx
 import pytest
 
 from tests.support.requests import HELLO, refused, talking
-from tests.support.server_process import Running, serving
+from tests.support.server_process import Running, Serving
 
 RENDER = "/v1/chat/completions/render"
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def running(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
     config = {
         "models": {
             "showing": {"engine": "tests.support.engines:Showing"},
             "showing-from-afar": {"engine": "tests.support.engines:ShowingFromAfar"},
             "mute": {"engine": "tests.support.engines:NeverStops"},
+            "unloaded": {"engine": "tests.support.engines:ShowingFromAfar"},
         }
     }
     with serving(tmp_path_factory.mktemp("render"), config) as server:
@@ -76,16 +77,9 @@ def test_model_without_render_is_a_501(client: httpx.Client) -> None:
     refused(client.get(RENDER), 405, code="method_not_allowed")
 
 
-@SHOWING
-def test_model_list_has_format(client: httpx.Client, model: str) -> None:
-    ask(client, model=model)
-    assert client.get(f"/v1/models/{model}").json()["format"] == "hermes"
-
-
-def test_format_known_only_to_engine_is_shown_after_loading(client: httpx.Client, running: Running) -> None:
-    engines = {"showing": "tests.support.engines:Showing", "other": "tests.support.engines:ShowingFromAfar"}
-    config = {"models": {name: {"engine": engine} for name, engine in engines.items()}}
-    with serving(running.log.parent, config) as server, talking(server) as other:
-        listed = {model["id"]: model for model in other.get("/v1/models").json()["data"]}
-    assert listed["showing"]["format"] == "hermes"
-    assert (listed["other"]["state"], "format" in listed["other"]) == ("cold", False)
+def test_format_known_only_to_engine_is_shown_after_loading(client: httpx.Client) -> None:
+    listed = {model["id"]: model for model in client.get("/v1/models").json()["data"]}
+    ask(client, model="showing-from-afar")
+    assert client.get("/v1/models/showing-from-afar").json()["format"] == listed["showing"]["format"] == "hermes"
+    assert listed["unloaded"]["state"] == "cold"
+    assert "format" not in listed["unloaded"]

@@ -10,8 +10,8 @@ from openai import OpenAI
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from tests.support.openai_sdk import sdk
-from tests.support.server_process import Running, serving
+from tests.support.sdk import sdk
+from tests.support.server_process import Running, Serving
 
 PATCH = '*** Begin Patch\n+Gr\u00fc\u00dfe "q"\n*** End Patch'
 REPLIES = [
@@ -40,7 +40,7 @@ EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def running(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
     hermes = {"engine": "scripted", "format": "hermes", "replies": REPLIES}
     models = {
         "hermes": hermes,
@@ -85,6 +85,8 @@ def test_text(client: OpenAI) -> None:
     assert response.usage is not None
     assert response.usage.output_tokens == 2
     assert response.usage.total_tokens == response.usage.input_tokens + 2
+    counted = client.responses.input_tokens.count(model="hermes", input="hello", instructions="be brief")
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", response.usage.input_tokens)
 
 
 def test_same_as_a_stream(client: OpenAI) -> None:
@@ -126,25 +128,11 @@ class Person(BaseModel):
 def test_parse(client: OpenAI) -> None:
     parsed = client.responses.parse(model="hermes", input="a person", text_format=Person)
     assert parsed.output_parsed == Person(name="Ada", age=36)
-
-
-def test_stream_helper_parses_too(client: OpenAI) -> None:
     with client.responses.stream(model="hermes", input="a person", text_format=Person) as events:
         deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
         final = events.get_final_response()
     assert final.output_parsed == Person(name="Ada", age=36)
     assert "".join(deltas) == '{"name": "Ada", "age": 36}'
-
-
-def test_tool_and_its_result(client: OpenAI) -> None:
-    asked: Any = [{"role": "user", "content": "What is the weather?"}]
-    first = create(client, asked, tools=[WEATHER])
-    call = first.output[0]
-    assert call.type == "function_call"
-    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Köln"})
-    asked += [item.model_dump(exclude_none=True) for item in first.output]
-    asked.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
-    assert create(client, asked, tools=[WEATHER]).output_text == "It is sunny in Köln."
 
 
 def test_chain_of_responses(client: OpenAI) -> None:
@@ -165,14 +153,6 @@ def test_chain_of_responses(client: OpenAI) -> None:
     assert third.usage.input_tokens > second.usage.input_tokens
 
 
-def test_stream_helper_runs_a_tool(client: OpenAI) -> None:
-    tool = openai.pydantic_function_tool(Person, name="get_weather")["function"]
-    tools: Any = [{"type": "function", **tool}]
-    with client.responses.stream(model="hermes", input="weather", tools=tools) as events:
-        pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-    assert json.loads("".join(pieces)) == {"city": "Köln"}
-
-
 def test_free_text_tool(client: OpenAI) -> None:
     tools: Any = [{"type": "custom", "name": "apply", "description": "Applies a patch."}]
     whole = create(client, "patch it", tools=tools).output[0]
@@ -191,22 +171,17 @@ def test_free_text_tool(client: OpenAI) -> None:
     assert create(client, again, tools=tools).output_text == "done"
 
 
-def test_tool_in_a_namespace(client: OpenAI) -> None:
+def test_tool_in_a_namespace_and_shell_tool(client: OpenAI) -> None:
     inner = {"type": "function", "name": "spawn", "parameters": {"type": "object", "properties": {}}}
-    tools: Any = [{"type": "namespace", "name": "agents", "description": "Agents.", "tools": [inner]}]
-    call = create(client, "spawn one", tools=tools).output[0]
-    assert call.type == "function_call"
-    assert (call.namespace, call.name) == ("agents", "spawn")
-    told = stream(client, "spawn one", tools=tools)[-1].response.output[0]
-    assert (told.namespace, told.name) == ("agents", "spawn")
-
-
-def test_client_side_shell_tool(client: OpenAI) -> None:
-    call = create(client, "ls", tools=[{"type": "local_shell"}]).output[0]
-    assert call.type == "local_shell_call"
-    assert call.action.command == ["ls"]
-    events = stream(client, "ls", tools=[{"type": "local_shell"}])
-    assert events[-1].response.output[0].action == call.action
+    agents: Any = [{"type": "namespace", "name": "agents", "description": "Agents.", "tools": [inner]}]
+    shell: Any = [{"type": "local_shell"}]
+    call: Any
+    for call in (create(client, "spawn", tools=agents), stream(client, "spawn", tools=agents)[-1].response):
+        assert [(item.type, item.namespace, item.name) for item in call.output] == [
+            ("function_call", "agents", "spawn")
+        ]
+    for call in (create(client, "ls", tools=shell), stream(client, "ls", tools=shell)[-1].response):
+        assert [(item.type, item.action.command) for item in call.output] == [("local_shell_call", ["ls"])]
 
 
 def test_encrypted_reasoning_is_replayed(client: OpenAI) -> None:
@@ -225,6 +200,8 @@ def test_encrypted_reasoning_is_replayed(client: OpenAI) -> None:
 
 
 def test_retrieve_and_delete(client: OpenAI) -> None:
+    streamed = stream(client, "hello")[-1].response
+    assert client.responses.retrieve(streamed.id) == streamed
     made = create(client, "hello")
     assert client.responses.retrieve(made.id) == made
     client.responses.delete(made.id)
@@ -234,11 +211,6 @@ def test_retrieve_and_delete(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         create(client, "on", previous_response_id=made.id)
     assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
-
-
-def test_streamed_response_is_stored(client: OpenAI) -> None:
-    final = stream(client, "hello")[-1].response
-    assert client.responses.retrieve(final.id) == final
 
 
 def test_pages_of_items(client: OpenAI) -> None:
@@ -251,14 +223,6 @@ def test_pages_of_items(client: OpenAI) -> None:
     assert [item.content[0].text for item in rising.data] == ["0", "1", "2"]  # type: ignore[union-attr,index]
 
 
-def test_input_token_count(client: OpenAI) -> None:
-    counted = client.responses.input_tokens.count(model="hermes", input="hello there")
-    response = create(client, "hello there")
-    assert response.usage is not None
-    assert counted.object == "response.input_tokens"
-    assert counted.input_tokens == response.usage.input_tokens
-
-
 def test_cancel_needs_a_background_response(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.cancel(create(client, "hello").id)
@@ -266,19 +230,14 @@ def test_cancel_needs_a_background_response(client: OpenAI) -> None:
         client.responses.cancel("resp_none")
 
 
-def test_failure_in_mid_stream(client: OpenAI) -> None:
-    events = stream(client, "hello", model="failing")
-    assert [event.type for event in events[-2:]] == ["error", "response.failed"]
-    failed = events[-1].response
-    assert (failed.status, failed.error.code) == ("failed", "server_error")
-
-
-def test_failures_before_the_stream(client: OpenAI) -> None:
+def test_failures(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
         client.responses.create(model="short", input="long " * 100)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
     with pytest.raises(openai.APIStatusError, match="background") as unable:
         create(client, "hello", background=True)
     assert unable.value.status_code == 501
-    with pytest.raises(openai.NotFoundError):
-        client.responses.create(model="unknown", input="hello")
+    events = stream(client, "hello", model="failing")
+    assert [event.type for event in events[-2:]] == ["error", "response.failed"]
+    failed = events[-1].response
+    assert (failed.status, failed.error.code) == ("failed", "server_error")

@@ -4,7 +4,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.sections import Jwt, Keys, Telemetry, Traces
 from dragoman.config.settings import Settings
-from dragoman.server.telemetry.eventlog import without_secrets
+from dragoman.server.telemetry.recorder import without_secrets
+from tests.security.echo_upstream import echo_upstream
 from tests.support.requests import CHAT, COMPLETIONS, HELLO, ask, eventually, recorded, refused, talking, text_of
-from tests.support.server_process import Running, serving
+from tests.support.server_process import Running, Serving
 
 CONFIG: dict[str, Any] = {
     "models": {
@@ -40,7 +40,7 @@ LABELS = ("model", "route", "kind", "code", "state", "status", "limit", "version
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def watched(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
     with serving(tmp_path_factory.mktemp("watched"), CONFIG) as running:
         yield running
 
@@ -172,14 +172,6 @@ def test_log_lines_are_json_without_prompts(watched: Running) -> None:
     assert secret not in watched.event_log.read_text()
 
 
-def test_run_start_event(watched: Running) -> None:
-    start = watched.events()[0]
-    assert start["event"] == "run_start"
-    assert start["engines"]["slow"] == "scripted"
-    assert start["config"]["limits"]["queue"] == 64
-    assert start["host"]["python"]
-
-
 def test_secrets_are_removed_from_configuration() -> None:
     options = {"api_key": "sk-secret", "chunk": 4, "deep": [{"Password": "p", "proxy": "http://me:sk-p@p:3128"}]}
     spec = ModelSpec("far", "scripted", None, options)
@@ -198,50 +190,20 @@ def test_secrets_are_removed_from_configuration() -> None:
     assert told["telemetry"]["traces"]["endpoint"] == "http://***@127.0.0.1:4318/v1/traces"
 
 
-def test_prompts_in_log_and_metrics_are_configurable(tmp_path: Path) -> None:
-    config = {
-        "models": {"echo": {"engine": "scripted"}},
-        "api_keys": ["sk-one"],
-        "telemetry": {"log_prompts": True, "metrics": "open"},
-    }
-    with serving(tmp_path, config) as running, talking(running, {"x-api-key": "sk-one"}) as client:
-        ask(client, CHAT, messages=[{"role": "user", "content": "what is asked"}])
-        assert eventually(lambda: "what is asked" in running.log.read_text())
-        assert httpx.get(f"{running.url}/metrics", trust_env=False, timeout=60).status_code == 200
-        assert httpx.get(f"{running.url}/stats", trust_env=False, timeout=60).status_code == 401
-    quiet = {"models": {"echo": {"engine": "scripted"}}, "telemetry": {"metrics": "off"}}
-    with serving(tmp_path, quiet) as running, talking(running) as client:
-        refused(client.get("/metrics"), 404)
-
-
-def test_spans_are_sent(tmp_path: Path) -> None:
-    received: list[bytes] = []
-
-    class Receiver(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            received.append(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Receiver) as receiver:
-        threading.Thread(target=receiver.serve_forever, daemon=True).start()
-        endpoint = f"http://127.0.0.1:{receiver.server_port}/v1/traces"
-        config = {"models": {"echo": {"engine": "scripted"}}, "telemetry": {"traces": {"endpoint": endpoint}}}
-        with serving(tmp_path, config) as running, talking(running) as client:
-            reply = ask(client, CHAT)
+def test_prompts_in_the_log_open_metrics_and_spans_are_configurable(tmp_path: Path, serving: Serving) -> None:
+    with echo_upstream() as collector:
+        traces = {"endpoint": f"http://127.0.0.1:{collector.port}/v1/traces"}
+        telemetry = {"log_prompts": True, "metrics": "open", "traces": traces}
+        config = {"models": {"echo": {"engine": "scripted"}}, "api_keys": ["sk-one"], "telemetry": telemetry}
+        with serving(tmp_path, config) as running, talking(running, {"x-api-key": "sk-one"}) as client:
+            reply = ask(client, CHAT, messages=[{"role": "user", "content": "what is asked"}])
+            assert eventually(lambda: "what is asked" in running.log.read_text())
+            assert client.get("/metrics", headers={"x-api-key": ""}).status_code == 200
+            refused(client.get("/stats", headers={"x-api-key": ""}), 401)
             assert running.stop() == 0
-        receiver.shutdown()
-    spans = [
-        span
-        for body in received
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans
-        for scope in resource.scope_spans
-        for span in scope.spans
-    ]
+    # Messages that are sent one after the other are one message with all their spans.
+    exported = ExportTraceServiceRequest.FromString(bytes(collector.traces))
+    spans = [span for resource in exported.resource_spans for scope in resource.scope_spans for span in scope.spans]
     [span] = [span for span in spans if span.name == "chat echo"]
     values = {entry.key: entry.value for entry in span.attributes}
     assert values["gen_ai.response.id"].string_value == reply.json()["id"]

@@ -2,18 +2,19 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from anthropic import Anthropic
+from bench.engine import running as running_command
 from openai import APIError, APIStatusError, OpenAI
+from tools.ports import free_port
 
-from tests.support.anthropic_sdk import anthropic_sdk
-from tests.support.llamacpp import llamacpp
-from tests.support.openai_sdk import sdk
-from tests.support.server_process import Running, serving
+from tests.support.sdk import anthropic_sdk, sdk
+from tests.support.server_process import Running, Serving
 
 BEHIND = ["chat", "messages", "responses", "auto"]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -23,7 +24,7 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_cal
 
 
 @pytest.fixture(scope="module")
-def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def behind(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
     replies = [
         {"match": "^sunny", "output": "<think>Good.</think>It is sunny."},
         {"match": "weather", "output": f"<think>{THOUGHT}</think>Let me see.{CALL}"},
@@ -42,7 +43,7 @@ def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def front(tmp_path_factory: pytest.TempPathFactory, behind: Running) -> Iterator[Running]:
+def front(tmp_path_factory: pytest.TempPathFactory, behind: Running, serving: Serving) -> Iterator[Running]:
     place = {"engine": "upstream", "url": behind.url, "key_env": "BEHIND_KEY"}
     models = {name: {**place, "protocol": name, "model": "agent"} for name in BEHIND}
     others = {name: {**place, "protocol": "chat"} for name in ("short", "failing")}
@@ -111,27 +112,6 @@ def test_messages_with_tools_and_reasoning(anthropic: Anthropic, protocol: str) 
     assert anthropic.messages.count_tokens(model=protocol, messages=messages).input_tokens > 0
 
 
-@pytest.mark.parametrize("protocol", BEHIND)
-def test_responses_with_tools_and_reasoning(openai: OpenAI, protocol: str) -> None:
-    tools: Any = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False}]
-    question: Any = {"role": "user", "content": "What is the weather in Paris?"}
-    with openai.responses.stream(model=protocol, input=[question], tools=tools, store=False) as stream:
-        first = stream.get_final_response()
-    output: Any = first.output
-    thought, text, call = output
-    assert (thought.type, text.type, call.type) == ("reasoning", "message", "function_call")
-    assert json.loads(call.arguments) == {"city": "Paris"}
-    history: Any = [
-        question,
-        *(item.model_dump(exclude_none=True) for item in output),
-        {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"},
-    ]
-    second = openai.responses.create(model=protocol, input=history, tools=tools, store=False)
-    assert second.output_text == "It is sunny."
-    assert second.usage is not None
-    assert second.usage.output_tokens > 0
-
-
 def test_all_upstream_models_under_a_prefix(openai: OpenAI) -> None:
     assert {"all/agent", "all/short"} <= {model.id for model in openai.models.list()}
     reply = openai.chat.completions.create(model="all/agent", messages=[{"role": "user", "content": "hi"}])
@@ -141,11 +121,12 @@ def test_all_upstream_models_under_a_prefix(openai: OpenAI) -> None:
     assert caught.value.status_code == 404
 
 
-def test_several_choices_and_stop_strings(openai: OpenAI) -> None:
+def test_several_choices_and_stop_strings(front: Running, openai: OpenAI) -> None:
     reply = openai.chat.completions.create(
         model="chat", messages=[{"role": "user", "content": "hi"}], n=3, stop=[", w"]
     )
     assert [choice.message.content for choice in reply.choices] == ["Hello"] * 3
+    assert "HTTP Request" not in front.log.read_text()
 
 
 def test_context_length_error_is_mapped(openai: OpenAI, anthropic: Anthropic) -> None:
@@ -162,12 +143,16 @@ def test_failure_in_mid_stream_is_an_error_frame(openai: OpenAI) -> None:
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory, smollm2: Running, smollm2_path: Path) -> Iterator[Running]:
+def real(
+    tmp_path_factory: pytest.TempPathFactory, smollm2: Running, smollm2_path: Path, serving: Serving
+) -> Iterator[Running]:
     """SmolLM2 behind two servers: another Dragoman, and llama.cpp's own server."""
-    with llamacpp(smollm2_path) as url:
+    port, upstream = free_port(), {"engine": "upstream"}
+    command = [sys.executable, "-m", "bench.llamacpp", str(port), str(smollm2_path), "1", "1024", "2"]
+    with running_command(command, port, "/health"):
         models = {
-            "ours": {"engine": "upstream", "url": smollm2.url, "model": "smollm2", "protocol": "messages"},
-            "theirs": {"engine": "upstream", "url": url, "model": "any", "protocol": "chat"},
+            "ours": upstream | {"url": smollm2.url, "model": "smollm2", "protocol": "messages"},
+            "theirs": upstream | {"url": f"http://127.0.0.1:{port}", "model": "any", "protocol": "chat"},
         }
         with serving(tmp_path_factory.mktemp("real"), {"models": models}) as running:
             yield running
@@ -180,7 +165,8 @@ def test_real_models(real: Running, model: str) -> None:
         told = anthropic.messages.create(model=model, max_tokens=20, extra_body=COLD, messages=messages)
         assert told.content[0].type == "text"
         assert "Paris" in told.content[0].text
-        assert told.usage.input_tokens > 10
+        # Another test may have sent the same prompt to the same server.
+        assert told.usage.input_tokens + (told.usage.cache_read_input_tokens or 0) > 10
         assert 0 < told.usage.output_tokens <= 20
     with sdk(real) as openai:
         response = openai.responses.create(model=model, max_output_tokens=20, temperature=0, input=messages)
@@ -190,19 +176,3 @@ def test_real_models(real: Running, model: str) -> None:
             model=model, max_tokens=40, temperature=0, messages=messages, response_format=shape
         )
         assert isinstance(json.loads(shaped.choices[0].message.content or "")["city"], str)
-
-
-def test_logprobs_of_a_real_model(real: Running) -> None:
-    with sdk(real) as openai:
-        reply = openai.chat.completions.create(
-            model="theirs", max_tokens=3, messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=2
-        )
-    assert reply.choices[0].logprobs is not None
-    assert reply.choices[0].logprobs.content is not None
-    assert len(reply.choices[0].logprobs.content) == 3
-    assert all(len(entry.top_logprobs) == 2 for entry in reply.choices[0].logprobs.content)
-
-
-def test_proxied_requests_are_not_logged_by_http_client(front: Running, openai: OpenAI) -> None:
-    openai.chat.completions.create(model="chat", messages=[{"role": "user", "content": "hello"}])
-    assert "HTTP Request" not in front.log.read_text()

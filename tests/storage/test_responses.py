@@ -1,20 +1,8 @@
-import asyncio
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
-from dragoman.storage.base import StoredItem, StoredResponse
-from dragoman.storage.memory import OVERHEAD, MemoryResponseStore
-
-T = TypeVar("T")
-
-
-def wait(result: Awaitable[T]) -> T:
-    async def waited() -> T:
-        return await result
-
-    return asyncio.run(waited())
+from dragoman.storage.response_store import OVERHEAD, MemoryResponseStore, StoredItem, StoredResponse
 
 
 def response(name: str, *, principal: str = "ann", body: bytes = b"{}", items: tuple[str, ...] = ()) -> StoredResponse:
@@ -25,77 +13,77 @@ def store(count: int = 10, size: int = 100_000, seconds: float = 10) -> MemoryRe
     return MemoryResponseStore(count=count, size=size, seconds=seconds)
 
 
-def test_response_is_visible_only_to_its_principal() -> None:
+async def test_response_is_visible_only_to_its_principal() -> None:
     kept = store()
     one = response("r1", items=("i1",))
-    wait(kept.keep(one))
-    assert wait(kept.find("ann", "r1")) == one
-    assert wait(kept.find("bob", "r1")) is None
-    assert wait(kept.items("ann", ["i1", "i2"])) == {"i1": b"i1"}
-    assert wait(kept.items("bob", ["i1"])) == {}
-    assert not wait(kept.delete("bob", "r1"))
-    assert wait(kept.delete("ann", "r1"))
-    assert not wait(kept.delete("ann", "r1"))
-    assert wait(kept.items("ann", ["i1"])) == {}
+    await kept.keep(one)
+    assert await kept.find("ann", "r1") == one
+    assert await kept.find("bob", "r1") is None
+    assert await kept.items("ann", ["i1", "i2"]) == {"i1": b"i1"}
+    assert await kept.items("bob", ["i1"]) == {}
+    assert not await kept.delete("bob", "r1")
+    assert await kept.delete("ann", "r1")
+    assert not await kept.delete("ann", "r1")
+    assert await kept.items("ann", ["i1"]) == {}
 
 
-def test_oldest_response_is_evicted() -> None:
+async def test_oldest_response_is_evicted() -> None:
     kept = store(count=2)
     for name in ("r1", "r2", "r3"):
-        wait(kept.keep(response(name)))
-    assert [wait(kept.find("ann", name)) is not None for name in ("r1", "r2", "r3")] == [False, True, True]
+        await kept.keep(response(name))
+    assert [await kept.find("ann", name) is not None for name in ("r1", "r2", "r3")] == [False, True, True]
 
 
-def test_total_size_is_limited() -> None:
+async def test_total_size_is_limited() -> None:
     kept = store(size=3 * (OVERHEAD + 1000))
     for number in range(50):
-        wait(kept.keep(response(f"r{number}", body=b"x" * 1000)))
+        await kept.keep(response(f"r{number}", body=b"x" * 1000))
     assert len(kept) == 3
-    wait(kept.keep(response("huge", body=b"x" * 100_000)))
+    await kept.keep(response("huge", body=b"x" * 100_000))
     assert len(kept) == 3
-    assert wait(kept.find("ann", "huge")) is None
+    assert await kept.find("ann", "huge") is None
     for number in range(50):
-        wait(kept.delete("ann", f"r{number}"))
+        await kept.delete("ann", f"r{number}")
     assert (len(kept), kept._bytes, kept._item_bodies) == (0, 0, {})
 
 
-def test_invalid_response_changes_nothing() -> None:
+async def test_invalid_response_changes_nothing() -> None:
     kept = store(count=1)
-    wait(kept.keep(response("r1", items=("i1",))))
+    await kept.keep(response("r1", items=("i1",)))
     nameless: Any = {"a": 1}
     odd = StoredResponse("r2", "bob", b"{}", (StoredItem("i2", b"{}"), StoredItem(nameless, b"{}")), ())
     used = kept._bytes
     with pytest.raises(TypeError):
-        wait(kept.keep(odd))
+        await kept.keep(odd)
     assert (len(kept), kept._bytes, list(kept._item_bodies)) == (1, used, [("ann", "i1")])
-    wait(kept.keep(response("r3")))
-    assert wait(kept.find("ann", "r3")) is not None
+    await kept.keep(response("r3"))
+    assert await kept.find("ann", "r3") is not None
 
 
-def test_responses_expire() -> None:
+async def test_responses_expire() -> None:
     now = [0.0]
     kept = MemoryResponseStore(count=10, size=10_000, seconds=5, clock=lambda: now[0])
-    wait(kept.keep(response("r1", items=("i1",))))
+    await kept.keep(response("r1", items=("i1",)))
     now[0] = 4
-    wait(kept.keep(response("r2", items=("i2",))))
+    await kept.keep(response("r2", items=("i2",)))
     now[0] = 5
-    assert wait(kept.find("ann", "r1")) is None
-    assert wait(kept.items("ann", ["i1", "i2"])) == {"i2": b"i2"}
+    assert await kept.find("ann", "r1") is None
+    assert await kept.items("ann", ["i1", "i2"]) == {"i2": b"i2"}
 
 
-def test_item_is_kept_while_a_response_has_it() -> None:
+async def test_item_is_kept_while_a_response_has_it() -> None:
     kept = store()
-    wait(kept.keep(response("r1", items=("i1",))))
-    wait(kept.keep(response("r2", items=("i1", "i2"))))
-    wait(kept.delete("ann", "r2"))
-    assert wait(kept.items("ann", ["i1", "i2"])) == {"i1": b"i1"}
+    await kept.keep(response("r1", items=("i1",)))
+    await kept.keep(response("r2", items=("i1", "i2")))
+    await kept.delete("ann", "r2")
+    assert await kept.items("ann", ["i1", "i2"]) == {"i1": b"i1"}
 
 
-def test_same_id_replaces_the_response() -> None:
+async def test_same_id_replaces_the_response() -> None:
     kept = store()
-    wait(kept.keep(response("r1", items=("i1",))))
-    wait(kept.keep(response("r1", body=b"[]")))
-    found = wait(kept.find("ann", "r1"))
+    await kept.keep(response("r1", items=("i1",)))
+    await kept.keep(response("r1", body=b"[]"))
+    found = await kept.find("ann", "r1")
     assert found is not None
     assert found.body == b"[]"
-    assert wait(kept.items("ann", ["i1"])) == {}
+    assert await kept.items("ann", ["i1"]) == {}

@@ -231,6 +231,11 @@ def row(
     return Row(name, [script, *then], made, attempts, arrived)
 
 
+def retried(name: str, script: Script) -> Row:
+    """The second attempt succeeds."""
+    return row(name, script, SAID, HELLO, attempts=2)
+
+
 def zipped(data: bytes) -> bytes:
     return gzip.compress(data)
 
@@ -364,31 +369,19 @@ ROWS = [
     row("reset before the head", [0.05, "reset"], Unreachable),
     row("silence before the head", ["hang"], AnswerTimeout),
     # errors and retries
-    row("429, then a reply", refused("429 Too Many"), SAID, HELLO, attempts=2),
-    row("429 with Retry-After", refused("429 Too Many", **SOON), SAID, HELLO, attempts=2),
-    row(
-        "429 with retry-after-ms",
-        refused("429 Too Many", retry_after_ms="5", retry_after="99"),
-        SAID,
-        HELLO,
-        attempts=2,
-    ),
-    row(
-        "429 with a date",
-        refused("429 Too Many", retry_after=formatdate(time.time() - 9, usegmt=True)),
-        SAID,
-        HELLO,
-        attempts=2,
-    ),
+    retried("429, then a reply", refused("429 Too Many")),
+    retried("429 with Retry-After", refused("429 Too Many", **SOON)),
+    retried("429 with retry-after-ms", refused("429 Too Many", retry_after_ms="5", retry_after="99")),
+    retried("429 with a date", refused("429 Too Many", retry_after=formatdate(time.time() - 9, usegmt=True))),
     row("429 until tomorrow", refused("429 Too Many", retry_after="86400"), RateLimited),
     row("429 for ever", refused("429 Too Many", **SOON), RateLimited, attempts=3),
     row("nothing left to spend", refused("429 Too Many", "quota", "insufficient_quota"), QuotaExhausted),
-    row("503 with Retry-After", refused("503 Busy", **SOON), SAID, HELLO, attempts=2),
+    retried("503 with Retry-After", refused("503 Busy", **SOON)),
     row("503 without", refused("503 Busy"), Unavailable),
     row("loading", refused("503 Busy", "Loading model"), ModelLoading),
-    row("529", refused("529 Overloaded"), SAID, HELLO, attempts=2),
+    retried("529", refused("529 Overloaded")),
     row("500", refused("500 Oops", **SOON), ServerFailed),
-    row("500 that wants to be repeated", refused("500 Oops", x_should_retry="true"), SAID, HELLO, attempts=2),
+    retried("500 that wants to be repeated", refused("500 Oops", x_should_retry="true")),
     row("429 that does not", refused("429 Too Many", x_should_retry="false"), RateLimited),
     row("a gateway's page", [whole(b"<html>Bad Gateway</html>", "502 Bad Gateway", "text/html")], ServerFailed),
     row("an error cut off", [head("500 Oops", content_length="900") + b'{"err', "close"], ServerFailed),

@@ -7,19 +7,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 from tools.ports import free_port
 
 from dragoman.files import sources
 from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, find_admin_token
-
-WORKERS = os.environ.get("DRAGOMAN_TEST_WORKERS", "1")
-"""Default number of front ends of test servers, the same on every machine."""
 
 
 @dataclass
@@ -66,10 +63,24 @@ def command_of(pid: int) -> bytes:
         return b""
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended; a zombie counts as ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+class Serving(Protocol):
+    """The fixture `serving`: starts servers in the arrangement of the test."""
+
+    def __call__(self, folder: Path, config: Mapping[str, Any], *flags: str) -> AbstractContextManager[Running]: ...
+
+
 @contextmanager
-def serving(folder: Path, config: Mapping[str, Any], *flags: str) -> Iterator[Running]:
+def serving(folder: Path, config: Mapping[str, Any], *flags: str, workers: int = 1) -> Iterator[Running]:
     """`dragoman serve` with this configuration, ready for use until the end of the block."""
-    with serving_at(folder, config, _plain, *flags) as (running, _):
+    with serving_at(folder, config, _plain, *flags, workers=workers) as (running, _):
         yield running
 
 
@@ -79,7 +90,7 @@ def _plain(port: int) -> httpx.Client:
 
 @contextmanager
 def serving_at(
-    folder: Path, config: Mapping[str, Any], connect: Callable[[int], httpx.Client], *flags: str
+    folder: Path, config: Mapping[str, Any], connect: Callable[[int], httpx.Client], *flags: str, workers: int = 1
 ) -> Iterator[tuple[Running, httpx.Client]]:
     """The same with a special client, for servers that a plain one cannot reach."""
     port = free_port()
@@ -88,14 +99,10 @@ def serving_at(
     file.write_text(json.dumps({"models_dir": []} | dict(config)))
     log, event_log = folder / "server.log", folder / "events.jsonl"
     command = [sys.executable, "-m", "dragoman", "serve", "--config", str(file), "--port", str(port)]
-    if "--workers" not in flags:
-        command += ["--workers", WORKERS]
+    command += ["--workers", str(workers), "--event-log", str(event_log), *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, "--event-log", str(event_log), *flags],
-            stdout=output,
-            stderr=output,
-            env=os.environ | {"PYTHONWARNINGS": "default"},
+            command, stdout=output, stderr=output, env=os.environ | {"PYTHONWARNINGS": "default"}
         )
     running = Running(port, process, log, event_log)
     try:
@@ -116,7 +123,8 @@ def _wait_until_ready(running: Running, client: httpx.Client) -> None:
         if running.process.poll() is not None:
             raise AssertionError(f"the server ended:\n{running.log.read_text()}")
         try:
-            if client.get("/ready").status_code == 200:
+            # With several front ends, one may answer before all listen. This line comes when all do.
+            if client.get("/ready").status_code == 200 and "serving " in running.log.read_text():
                 return
         except httpx.TransportError:
             pass

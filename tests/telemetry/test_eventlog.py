@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dragoman.server.telemetry import EventLog
+from dragoman.server.telemetry.recorder import EventLog
 
 
 def events(path: Path) -> list[str]:
@@ -48,7 +48,8 @@ def test_no_path_writes_nothing() -> None:
 
 FILE_LIMIT = """
 import resource, sys
-from dragoman.server.telemetry import EventLog, RequestRecord
+from dragoman.server.telemetry.metrics import RequestRecord
+from dragoman.server.telemetry.recorder import EventLog
 
 log = EventLog(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))

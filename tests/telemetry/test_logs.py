@@ -4,14 +4,14 @@ import json
 import logging
 import sys
 
-from dragoman.core.logs import TEXT, JsonLines, TextLines
-from dragoman.server.telemetry.record import RequestRecord
+from dragoman.core.logs import TEXT, JsonFormatter, TextFormatter
+from dragoman.server.telemetry.metrics import RequestRecord
 
 
 def line(message: str, *values: object, **fields: object) -> dict[str, object]:
     record = logging.LogRecord("dragoman.x", logging.WARNING, "file", 1, message, values, None)
     record.__dict__.update(fields)
-    text = JsonLines().format(record)
+    text = JsonFormatter().format(record)
     assert "\n" not in text
     found: dict[str, object] = json.loads(text)
     return found
@@ -46,7 +46,7 @@ def test_json_line_with_request_and_exception() -> None:
 def text_line(message: str, *values: object, **fields: object) -> str:
     record = logging.LogRecord("dragoman.x", logging.WARNING, "file", 1, message, values, None)
     record.__dict__.update(fields)
-    return TextLines(TEXT).format(record)
+    return TextFormatter(TEXT).format(record)
 
 
 FORGED = "/a\nINFO dragoman: ready\r\x1b[2J\x9b31m\u202e\u2028é"
@@ -70,4 +70,4 @@ def test_lines_of_a_traceback_are_indented() -> None:
 def test_json_lines_escape_all_control_characters() -> None:
     assert line("request for %s", FORGED)["message"] == f"request for {FORGED}"
     record = logging.LogRecord("dragoman.x", logging.WARNING, "file", 1, "%s", (FORGED,), None)
-    assert not set("\n\r\x1b\x9b\u202e\u2028") & set(JsonLines().format(record))
+    assert not set("\n\r\x1b\x9b\u202e\u2028") & set(JsonFormatter().format(record))

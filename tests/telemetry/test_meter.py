@@ -3,9 +3,7 @@
 import pytest
 
 from dragoman.core.events import Finished, ReasoningDelta, Started, TextDelta, ToolCallDelta, ToolCallStart, Usage
-from dragoman.server.telemetry.meter import Meter
-from dragoman.server.telemetry.metrics import ModelMetrics
-from dragoman.server.telemetry.record import RequestRecord
+from dragoman.server.telemetry.metrics import Meter, ModelMetrics, RequestRecord
 
 
 def made() -> tuple[Meter, RequestRecord, ModelMetrics]:

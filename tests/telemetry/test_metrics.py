@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from dragoman.server.telemetry.exposition import ModelGauges, render_metrics
-from dragoman.server.telemetry.metrics import GAPS, Histogram, Metrics, RecentRate
-from dragoman.server.telemetry.record import RequestRecord
+from dragoman.server.handlers.stats import ModelGauges, render_metrics
+from dragoman.server.telemetry.metrics import GAPS, Histogram, Metrics, RecentRate, RequestRecord
 
 
 @given(st.lists(st.floats(0, 10)))
@@ -24,7 +23,7 @@ def test_histogram_buckets(values: list[float]) -> None:
 
 def test_gap_is_shared_by_tokens_that_arrive_together() -> None:
     histogram = Histogram(GAPS)
-    histogram.add_shared(0.08, 16)
+    histogram.add(0.08, 16)
     assert histogram.counts[GAPS.index(0.005)] == 16
     assert histogram.total == 0.08
 
@@ -59,7 +58,7 @@ def test_prometheus_exposition() -> None:
     metrics = Metrics()
     metrics.add(RequestRecord("a", "POST /x", scope="chat", model='odd"name', status=200, prompt_tokens=3))
     metrics.add(RequestRecord("b", "GET /nothing/at/all", status=404, error="not_found"))
-    metrics.for_model('odd"name').gaps.add_shared(0.3, 3)
+    metrics.for_model('odd"name').gaps.add(0.3, 3)
     metrics.limited["tokens"] += 1
     page = render_metrics(metrics, {'odd"name': ModelGauges("ready", running=1, slots=4, memory=5)}, 1000).decode()
     families = {family.name: family for family in text_string_to_metric_families(page)}

@@ -4,7 +4,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from dragoman.config.sections import Traces as Settings
-from dragoman.server.telemetry.record import RequestRecord
+from dragoman.server.telemetry.metrics import RequestRecord
 from dragoman.server.telemetry.traces import TraceExporter
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -7,11 +7,13 @@ count as the server's.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -155,6 +157,14 @@ ATTACKS: Mapping[str, Attack] = {
 }
 
 
+def lower_priority() -> None:
+    os.nice(19)
+    # Linux divides the processor between sessions first, and then between the processes of each.
+    os.setsid()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text("19")
+
+
 async def attack(port: int, key: str, names: list[str]) -> None:
     async with asyncio.TaskGroup() as group:
         for name in names:
@@ -171,5 +181,5 @@ async def _persist(one: Attack, port: int, key: str) -> None:
 
 
 if __name__ == "__main__":
-    os.nice(10)
+    lower_priority()
     asyncio.run(attack(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

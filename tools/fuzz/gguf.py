@@ -16,7 +16,8 @@ from typing import Any
 from dragoman.core.errors import ConfigError
 from dragoman.files.discovery import Discovery
 from dragoman.files.gguf import MAGIC, read_metadata, read_outline
-from dragoman.ipc.worker_messages import Start, encode
+from dragoman.ipc.framing import encode
+from dragoman.ipc.messages import Start
 from tools.fuzz import values
 from tools.fuzz.cases import random_for
 from tools.fuzz.shapes import Wrong
@@ -111,7 +112,7 @@ def check(value: Any) -> str:
                     raise Wrong(f"a message of {len(str(error))} characters") from error
                 outcome = "refused"
         found = Discovery([Path(folder)])
-        found.look()
+        found.scan()
         for name in found.found:
             found.resolve(name)
         return _load(file) if value["load"] else outcome

@@ -17,15 +17,16 @@ from typing import Any
 import msgspec
 
 from dragoman.config.settings import Settings
-from dragoman.core.embeddings import Embedding
 from dragoman.core.engine import ModelInfo
 from dragoman.core.events import Finished, Started, TextDelta, Usage
 from dragoman.core.request import GenerationRequest, Message, Sampling, Text, Tool
-from dragoman.ipc import worker_messages as worker
-from dragoman.ipc.link import Link
+from dragoman.ipc import messages as worker
+from dragoman.ipc.engine_client import make_method_call
+from dragoman.ipc.framing import HEADER, MessageConnection, encode
+from dragoman.ipc.worker_main import ARGUMENTS
 from dragoman.server.frontends import messages as front
 from dragoman.server.model_lease import LeaseRequest
-from dragoman.server.telemetry import RequestRecord
+from dragoman.server.telemetry.metrics import RequestRecord
 from tools.fuzz import values
 from tools.fuzz.cases import random_for
 from tools.fuzz.shapes import Wrong
@@ -49,58 +50,60 @@ FAILURE = worker.Failure("BadRequest", "no", "messages")
 def samples() -> dict[str, tuple[bytes, ...]]:
     """Frames of every kind, by their reader."""
     progress = (worker.GenerationProgress(1, EVENTS), worker.GenerationProgress(2, ended=True, failure=FAILURE))
+    questions = (
+        make_method_call("count_tokens", REQUEST),
+        make_method_call("tokenize", "text", True),
+        make_method_call("embed", ("a", (1, 2))),
+    )
     to_child: list[worker.ToWorker] = [
         worker.Start("scripted", "m", {}),
         worker.Generate(1, REQUEST),
-        worker.CancelRequest(1),
-        worker.Render(2, REQUEST),
-        worker.CountTokens(3, REQUEST),
-        worker.Tokenize(4, "text", True),
-        worker.Detokenize(5, (1, 2)),
-        worker.Embed(6, ("a", (1, 2))),
+        worker.Cancel(1),
+        *questions,
     ]
     to_parent: list[worker.ToParent] = [
         worker.Loading(0.5),
-        worker.Ready((ModelInfo("m"),), frozenset({"chat"}), "cpu", 2),
+        worker.EngineInfo((ModelInfo("m"),), frozenset({"chat"}), "cpu", 2),
         worker.StartFailed("no", True),
         worker.Step(progress, 0.1),
-        worker.Answer(1, tokens=(1, 2)),
-        worker.Answer(2, embeddings=(Embedding.of([0.5, 0.5], 2),)),
-        worker.Answer(3, failure=FAILURE),
+        worker.MethodResult(1, worker.pack((1, 2))),
+        worker.MethodResult(3, failure=FAILURE),
     ]
     to_front: list[front.ToFrontEnd] = [
-        front.StartFrontEnd(1, Settings()),
-        front.ShutdownNotice(),
-        front.Ping(),
-        front.QuotaEntered("r", ()),
-        front.ErrorReply("r", FAILURE),
-        front.SlotGranted("r"),
-        front.RelayReply("r", 200, [(b"a", b"b")], b"{}"),
-        front.StoreReply("r"),
-        front.ProgressBatch(progress),
+        front.Configure(Settings()),
+        front.Stop("announced"),
+        worker.Ping(),
+        worker.MethodResult(1, worker.pack(front.LeaseReply(failure=FAILURE))),
+        worker.MethodResult(2, worker.pack(front.RelayReply(200, [(b"a", b"b")], b"{}"))),
+        worker.Step(progress),
     ]
-    from_front: list[front.ToParent | front.StartGeneration] = [
+    lease = front.AcquireLease("p", None, LeaseRequest("m", (), None, False), None, None)
+    calls = (
+        worker.Generate(1, REQUEST),
+        worker.Cancel(1),
+        make_method_call("enter_quota", b"Bearer x", b""),
+        make_method_call("acquire_lease", lease),
+        make_method_call("relay", {"type": "http", "path": "/x"}, b"{}"),
+        make_method_call("find_response", "p", "resp_1"),
+        *questions,
+    )
+    from_front: list[msgspec.Struct] = [
         front.Listening(),
-        front.EnterQuota("r", b"Bearer x", b""),
-        front.AcquireLease("r", "p", None, LeaseRequest("m", (), None, False), None, None),
-        front.StartGeneration("r", 1, REQUEST),
-        front.CancelGeneration("r", 1),
+        *(front.RequestCall("r", call) for call in calls),
         front.ReleaseLease("r", 3, 0.5),
         front.RequestEnded(RequestRecord(id="r", route="POST /x")),
-        front.Relay("r", {"type": "http", "path": "/x"}, b"{}"),
-        front.FindResponse("r", "p", "resp_1"),
     ]
     return {
-        "child": tuple(map(worker.encode, to_child)),
-        "parent": tuple(map(worker.encode, to_parent)),
-        "front": tuple(map(front.encode, to_front)),
-        "from front": tuple(map(front.encode, from_front)),
+        "child": tuple(map(encode, to_child)),
+        "parent": tuple(map(encode, to_parent)),
+        "front": tuple(map(encode, to_front)),
+        "from front": tuple(map(encode, from_front)),
     }
 
 
 def _mutated(random: Random, frame: bytes) -> bytes:
     """With a header that fits, mostly."""
-    body = frame[worker.HEADER.size :]
+    body = frame[HEADER.size :]
     if random.random() < 0.5:
         content = msgspec.msgpack.decode(body)
         holder = [content]
@@ -136,22 +139,35 @@ def case(seed: str, number: int) -> Any:
 def _split(data: bytes) -> list[bytes]:
     """The bodies of all frames that are complete."""
     found, at = [], 0
-    while len(data) - at >= worker.HEADER.size:
-        (length,) = worker.HEADER.unpack_from(data, at)
-        end = at + worker.HEADER.size + length
+    while len(data) - at >= HEADER.size:
+        (length,) = HEADER.unpack_from(data, at)
+        end = at + HEADER.size + length
         if end > len(data):
             break
-        found.append(data[at + worker.HEADER.size : end])
+        found.append(data[at + HEADER.size : end])
         at = end
     return found
 
 
+def _decode_to_child(body: bytes) -> None:
+    message = worker.decode_to_worker(body)
+    if isinstance(message, worker.MethodCall):
+        _decode_arguments(message)
+
+
+def _decode_arguments(method_call: worker.MethodCall) -> None:
+    decoder = ARGUMENTS.get(method_call.method) or front.ARGUMENTS.get(method_call.method)
+    if decoder is not None:
+        decoder.decode(method_call.arguments)
+
+
 def _decode_to_parent(body: bytes) -> None:
     for decode in (worker.decode_to_parent, worker.decode_to_forwarder):
+        message: object
         try:
             message = decode(body)
-        except msgspec.MsgspecError as error:
-            message = worker.decode_in_parts(body, error)
+        except msgspec.MsgspecError:
+            message = worker.decode_packed_step(body)
         if isinstance(message, worker.PackedStep):
             for part in message.progress:
                 worker.decode_progress(part)
@@ -160,20 +176,23 @@ def _decode_to_parent(body: bytes) -> None:
 def _decode_to_front(body: bytes) -> None:
     try:
         front.decode_to_frontend(memoryview(body))
-    except msgspec.MsgspecError as error:
-        front.decode_in_parts(memoryview(body), error)
+    except msgspec.MsgspecError:
+        worker.decode_packed_step(memoryview(body))
 
 
 def _decode_from_front(body: bytes) -> None:
     message = front.decode_to_parent(memoryview(body))
-    if isinstance(message, front.RawStartGeneration):
-        front.decode_request(message.request)
+    if isinstance(message, front.RawRequestCall):
+        if isinstance(message.call, worker.RawGenerate):
+            worker.decode_request(message.call.request)
+        elif isinstance(message.call, worker.MethodCall):
+            _decode_arguments(message.call)
 
 
 REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError)
 """The second for text that is not UTF-8, which no process of ours can send."""
 READERS: dict[str, Callable[[bytes], object]] = {
-    "child": worker.decode_to_worker,
+    "child": _decode_to_child,
     "parent": _decode_to_parent,
     "front": _decode_to_front,
     "from front": _decode_from_front,
@@ -205,7 +224,7 @@ def _runner() -> asyncio.Runner:
 async def _linked(data: bytes, cuts: list[int]) -> list[bytes]:
     """What a link makes of the data, in pieces."""
     found: list[bytes] = []
-    link = Link(lambda body: found.append(bytes(body)), lambda: None)
+    link = MessageConnection(lambda body: found.append(bytes(body)), lambda: None)
     for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
         if begin < end:
             link.data_received(data[begin:end])
@@ -213,7 +232,7 @@ async def _linked(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 def _read_by_child(data: bytes) -> str:
-    start = worker.encode(worker.Start("scripted", "m", {}))
+    start = encode(worker.Start("scripted", "m", {}))
     child = subprocess.Popen(
         [sys.executable, "-m", "dragoman.ipc.worker_main"],
         stdin=subprocess.PIPE,

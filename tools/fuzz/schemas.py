@@ -7,6 +7,7 @@ is complete must satisfy the schema where nothing of it was relaxed.
 import asyncio
 import functools
 import json
+import re
 from collections.abc import Mapping
 from random import Random
 from typing import Any
@@ -282,16 +283,16 @@ def _walk(guide: Guide, random: Random) -> tuple[bytes, str]:
     written = bytearray()
     try:
         for _ in range(STEPS):
-            if guide.complete:
+            if guide.is_complete:
                 return bytes(written), "written"
-            allowed = guide.allowed(END + 1).nonzero()[0].tolist()
+            allowed = guide.allowed_tokens(END + 1).nonzero()[0].tolist()
             if not allowed:
                 raise Wrong(f"stuck after {bytes(written)[-100:]!r}")
             if END in allowed:
                 return bytes(written), "written"
             likely = [byte for byte in allowed if byte in FAVOURED]
             token = random.choice(likely if likely and random.random() < 0.8 else allowed)
-            guide.take(token)
+            guide.advance(token)
             written.append(token)
     except EngineFailed as error:
         raise Wrong(f"failed after {bytes(written)[-100:]!r}: {error.message}") from error
@@ -299,6 +300,10 @@ def _walk(guide: Guide, random: Random) -> tuple[bytes, str]:
         _check_message(error)
         return bytes(written), "too complex"
     return bytes(written), "written in part"
+
+
+DRAFT4_BOUND = re.compile(r'"exclusive(Minimum|Maximum)": (true|false)')
+"""Draft 4 has booleans here. The validator below would compare them as numbers."""
 
 
 def _check_document(written: bytes, wanted: Mapping[str, Any]) -> None:
@@ -309,6 +314,8 @@ def _check_document(written: bytes, wanted: Mapping[str, Any]) -> None:
         raise Wrong(f"not JSON: {text[:200]!r}") from error
     if '"pattern' in json.dumps(wanted) or '"$ref"' in json.dumps(wanted):
         # Python's own expressions may take for ever.
+        return
+    if DRAFT4_BOUND.search(json.dumps(wanted)):
         return
     problem = next(iter(jsonschema.Draft202012Validator(wanted).iter_errors(document)), None)
     if problem is not None:

@@ -4,17 +4,17 @@ import argparse
 import os
 import ssl
 import urllib.parse
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from dragoman.cli.common import load_config
-from dragoman.client.http_settings import NO_RESPONSE, describe
 from dragoman.config.sections import Tls
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.core.urls import ServerAddress, parse_address, remove_credentials
 from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, find_admin_token, find_socket_admin_token
+
+if TYPE_CHECKING:
+    import httpx
 
 TIMEOUT_SECONDS = 10
 LOAD_TIMEOUT_SECONDS = 600
@@ -33,7 +33,7 @@ class AdminClient:
         self,
         address: str,
         where: ServerAddress,
-        http: httpx.Client,
+        http: "httpx.Client",
         key: str | None = None,
         name: str | None = None,
         token: str | None = None,
@@ -69,6 +69,9 @@ class AdminClient:
         in_api = path.startswith(API)
         url = self._where.api + path.removeprefix(API) if in_api else self._where.root + path
         headers = self._headers | (self._admin_headers if path.startswith(ADMIN) else {})
+        # Imported here, like httpx below: `dragoman serve` starts much faster without it.
+        from dragoman.client.http_settings import NO_RESPONSE, describe
+
         try:
             response = self._http.request(method, url, json=body, headers=headers, timeout=timeout)
             if not response.is_success:
@@ -107,6 +110,8 @@ def from_url(url: str, key: str | None) -> AdminClient:
         raise ConfigError(f"--url {error}, or {UNIX}PATH") from error
     port = urllib.parse.urlsplit(where.root).port
     token = find_admin_token(where.host, port) if where.is_loopback and port is not None else None
+    import httpx
+
     # Loopback needs no proxy, and plain HTTP needs no certificates.
     verify = ssl.create_default_context() if where.is_tls else False
     http = httpx.Client(verify=verify, trust_env=not where.is_loopback)
@@ -128,8 +133,10 @@ def from_settings(settings: Settings, key: str | None) -> AdminClient:
     return AdminClient(f"the server at {address}", where, http, key, name, find_admin_token(host, settings.port))
 
 
-def _local_server(address: str, tls: Tls | None, socket: str | None = None) -> tuple[ServerAddress, httpx.Client]:
+def _local_server(address: str, tls: Tls | None, socket: str | None = None) -> tuple[ServerAddress, "httpx.Client"]:
     """A server on this machine, which is reached without a proxy."""
+    import httpx
+
     verify = False if tls is None else _trust_only(tls)
     transport = httpx.HTTPTransport(verify=verify, uds=socket)
     return parse_address(address), httpx.Client(transport=transport, trust_env=False)
@@ -147,7 +154,7 @@ def _trust_only(tls: Tls) -> ssl.SSLContext:
     return context
 
 
-def _describe(response: httpx.Response, path: str) -> str:
+def _describe(response: "httpx.Response", path: str) -> str:
     """The status and the server's error message."""
     status = f"{response.status_code} {response.reason_phrase}"
     if response.status_code == 401:

@@ -3,8 +3,7 @@
 import argparse
 import sys
 
-from dragoman.cli.common import Commands, add_command, find_fatal, find_unservable, load_config
-from dragoman.config.diagnostics import find_warnings
+from dragoman.cli.common import Commands, add_command, load_config
 from dragoman.core.errors import ConfigError
 
 EXAMPLES = """\
@@ -26,15 +25,15 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config)
-    settings = config.settings
     # Imported late: errors in the configuration file itself need no server modules.
-    from dragoman.server.preflight_checks import preflight_warnings
+    from dragoman.server.preflight_checks import find_diagnostics
 
-    errors = [*find_fatal(settings), *find_unservable(settings)]
+    found = find_diagnostics(config.settings)
+    errors = [diagnostic for diagnostic in found if diagnostic.level != "warning"]
     if errors:
         raise ConfigError(*config.locations.format(errors))
-    for warning in (*config.locations.format(find_warnings(settings)), *preflight_warnings(settings)):
+    for warning in config.locations.format(found):
         print(f"dragoman: warning: {warning}", file=sys.stderr)
-    names = ", ".join(name for model in settings.models for name in model.names) or "those of the models directory"
-    print(f"the configuration is valid; models: {names}")
+    names = ", ".join(name for model in config.settings.models for name in model.names)
+    print(f"the configuration is valid; models: {names or 'those of the models directory'}")
     return 0

@@ -16,10 +16,10 @@ from dragoman.config.model_spec import ModelSpec
 from dragoman.config.quantities import format_size
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
+from dragoman.core.urls import display_source
 from dragoman.engines import engine_class
-from dragoman.engines.llama.tuning.record import read_record
+from dragoman.engines.llama.tuning_record import read_record
 from dragoman.files import sources
-from dragoman.files.download import display_source
 from dragoman.models import Catalog, ServedModel, read_static_info
 
 EXAMPLES = """\
@@ -117,7 +117,7 @@ def _configured_row(spec: ModelSpec, name: str) -> Row:
     return Row(
         name=name,
         engine=spec.engine,
-        format=info.format or (fallback if info.writes else None),
+        format=info.format or (fallback if info.generates_text else None),
         context=info.context,
         source=None if spec.source is None else display_source(spec.source),
         layout=_find_layout(spec),
@@ -127,7 +127,7 @@ def _configured_row(spec: ModelSpec, name: str) -> Row:
 
 def _find_layout(spec: ModelSpec) -> str | None:
     """Return the layout that `dragoman tune` recorded for a llama model, if any."""
-    if spec.engine != "llama" or spec.source is None or spec.options.get("layout") == "as-is":
+    if not engine_class(spec.engine).loads_gguf or spec.source is None or spec.options.get("layout") == "as-is":
         return None
     try:
         path = sources.locate(spec.source)

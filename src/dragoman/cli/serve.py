@@ -6,16 +6,8 @@ import logging
 import os
 from collections.abc import Sequence
 
-from dragoman.cli.common import (
-    MANY,
-    Commands,
-    add_command,
-    add_working_directory,
-    find_fatal,
-    find_unservable,
-    print_progress,
-)
-from dragoman.config.diagnostics import Diagnostic, find_warnings
+from dragoman.cli.common import MANY, Commands, add_command, add_working_directory, print_progress
+from dragoman.config.diagnostics import Diagnostic
 from dragoman.config.loading import Flags, LoadedConfig, load
 from dragoman.config.settings import Settings
 from dragoman.core.engine import Engine
@@ -120,9 +112,9 @@ def run(arguments: argparse.Namespace) -> int:
     settings = config.settings
     # Imported late: the other commands, and errors in flags, need no server modules.
     from dragoman.server import serve
-    from dragoman.server.preflight_checks import check_exposure, check_listen_address
+    from dragoman.server.preflight_checks import check_exposure, check_listen_address, find_diagnostics
 
-    _raise_errors(config, find_fatal(settings))
+    _raise_errors(config, [found for found in find_diagnostics(settings) if found.level == "error"])
     check_exposure(settings)
     check_listen_address(settings)
     _fetch_models(settings)
@@ -133,16 +125,15 @@ def run(arguments: argparse.Namespace) -> int:
         nonlocal running
         new = _load(arguments, engines)
         # A model that is already unservable does not keep other changes from being applied.
-        known = find_unservable(running)
-        unservable = find_unservable(new.settings)
-        _raise_errors(new, [*find_fatal(new.settings), *(problem for problem in unservable if problem not in known)])
-        for warning in new.locations.format([*unservable, *find_warnings(new.settings)]):
+        known = [found for found in find_diagnostics(running) if found.level == "unservable"]
+        found = find_diagnostics(new.settings)
+        _raise_errors(new, [problem for problem in found if problem.level != "warning" and problem not in known])
+        for warning in new.locations.format(found):
             log.warning("%s", warning)
         running = new.settings
         return running
 
-    warnings = config.locations.format([*find_unservable(settings), *find_warnings(settings)])
-    serve.run(settings, engines, reload, warnings)
+    serve.run(settings, engines, reload, config.locations.format(find_diagnostics(settings)))
     return 0
 
 

@@ -9,7 +9,8 @@ from dragoman.cli.common import Commands, add_command, format_table, load_config
 from dragoman.cli.models import find_models
 from dragoman.config.quantities import format_size
 from dragoman.core.errors import ConfigError
-from dragoman.engines.llama.tuning.record import Trial, record_path
+from dragoman.engines import engine_class
+from dragoman.engines.llama.tuning_record import Trial, record_path
 from dragoman.files import sources
 
 EXAMPLES = """\
@@ -36,7 +37,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     path = _find_file(arguments)
     # Imported late: gguf is slow to import.
-    from dragoman.engines.llama.tuning.tuner import tune
+    from dragoman.engines.llama.tuning import tune
 
     if os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
         print_progress("other programs are computing: the figures will be too low and may mislead")
@@ -63,7 +64,7 @@ def _find_file(arguments: argparse.Namespace) -> Path:
     """Return the file of a model by its name or its source. It is downloaded if necessary."""
     served = {model.name: model.spec for model in find_models(load_config(arguments.config).settings)}
     spec = served.get(arguments.model)
-    if spec is not None and (spec.engine != "llama" or spec.file is None):
+    if spec is not None and (not engine_class(spec.engine).loads_gguf or spec.file is None):
         raise ConfigError(f"model {spec.name} uses the engine {spec.engine}; only GGUF models of llama can be tuned")
     return sources.fetch(arguments.model if spec is None or spec.file is None else spec.file, print_progress)
 

@@ -20,7 +20,7 @@ from dragoman.core.events import Event
 from dragoman.core.reply import Reply
 from dragoman.core.request import ToolResult
 from dragoman.core.urls import DEFAULT
-from dragoman.protocols.client.retry import Retries
+from dragoman.protocols.retry import Retries
 
 AsyncEventCallback = Callable[[Event | ToolResult], Awaitable[object] | object]
 

@@ -1,6 +1,6 @@
 """One request to a server and its reply, without I/O: bytes in, events out.
 
-    client_call = ClientCall(PROTOCOLS["chat"], request, stream=True)
+    client_call = ClientCall(CLIENT_PROTOCOLS["chat"], request, stream=True)
     send client_call.body as JSON to the base URL of the API + client_call.path
     client_call.head(status, headers)
     for data in the response body, until client_call.finished:  events = client_call.feed(data) …
@@ -18,81 +18,23 @@ Rules
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
 
 import msgspec
 
 from dragoman.client.python_types import OutputType
 from dragoman.core.errors import BadAnswer, DragomanError, OutputMismatch, StreamCutOff
 from dragoman.core.events import Event, Finished
-from dragoman.core.reply import Collection, Reply
+from dragoman.core.reply import Reply, ReplyBuilder
 from dragoman.core.request import GenerationRequest
-from dragoman.protocols.chat import client as chat
-from dragoman.protocols.client import error_classifier, reply_fields, request_fields
-from dragoman.protocols.client.frame_template import FrameTemplate
-from dragoman.protocols.client.tool_calls import NewId, new_id
-from dragoman.protocols.completions import client as completions
-from dragoman.protocols.messages import client as messages
-from dragoman.protocols.responses import client as responses
-from dragoman.protocols.sse import MAX_EMPTY_BYTES, FrameTooLong, SseDecoder, SseFrame
+from dragoman.protocols import errors, reply_fields, request_fields
+from dragoman.protocols.reply_reader import ClientProtocol, NewId, new_id
+from dragoman.protocols.sse import MAX_EMPTY_BYTES, FrameTemplate, FrameTooLong, SseDecoder, SseFrame
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """For a body that is not a stream."""
 MAX_ERROR_BYTES = 1024 * 1024
 EXCERPT_BYTES = 400
 BLANK = b" \t\r\n\xef\xbb\xbf"
-
-
-class ReplyReader(Protocol):
-    """Reads one reply of one protocol."""
-
-    @property
-    def finished(self) -> bool: ...
-
-    @property
-    def can_finish(self) -> bool:
-        """Whether only the end marker may still be missing."""
-
-    def take_events(self) -> list[Event]: ...
-
-    def read_frame(self, frame: SseFrame) -> list[Event]: ...
-
-    def plain_text(self, frame: SseFrame) -> str | None:
-        """Return the text of a frame that contains only text, whatever came before it; otherwise None."""
-
-    def add_texts(self, texts: Sequence[str]) -> list[Event]:
-        """Add the texts of such frames."""
-
-    def read_body(self, body: Mapping[str, Any]) -> list[Event]: ...
-
-    def end(self) -> list[Event]: ...
-
-
-class ClientProtocol(msgspec.Struct, frozen=True):
-    """The client side of a protocol. `path` is relative to the base URL of the API."""
-
-    name: str
-    path: str
-    supported_fields: frozenset[str]
-    """The request fields that the protocol can express."""
-    encode: Callable[[GenerationRequest, bool], dict[str, Any]]
-    reader: Callable[[NewId, bool], ReplyReader]
-
-
-PROTOCOLS = {
-    "chat": ClientProtocol("chat", chat.PATH, chat.SUPPORTED_FIELDS, chat.encode, chat.ChatReader),
-    "messages": ClientProtocol(
-        "messages", messages.PATH, messages.SUPPORTED_FIELDS, messages.encode, messages.MessagesReader
-    ),
-    "responses": ClientProtocol(
-        "responses", responses.PATH, responses.SUPPORTED_FIELDS, responses.encode, responses.ResponsesReader
-    ),
-}
-"""Protocols for conversations, in the order in which they are tried."""
-COMPLETIONS = ClientProtocol(
-    "completions", completions.PATH, completions.SUPPORTED_FIELDS, completions.encode, completions.CompletionsReader
-)
-"""For requests with a raw prompt."""
 
 
 class ClientCall:
@@ -163,7 +105,7 @@ class ClientCall:
     def end(self) -> Iterator[list[Event]]:
         """Finish after the end of the response, or once `finished` is true."""
         if self._is_error:
-            raise error_classifier.error_from_response(self._status, self._headers, bytes(self._body))
+            raise errors.error_from_response(self._status, self._headers, bytes(self._body))
         if not self.finished:
             yield self._read_body() if self._decoder is None else self._read_last_frames(self._decoder)
         if not self.finished:
@@ -242,7 +184,7 @@ class ClientCall:
 
     def _parse_body(self, data: bytes) -> list[Event]:
         body = reply_fields.parse_object(data)
-        error = error_classifier.error_from_frame(body, "", data.decode("utf-8", "replace"), self._request_id)
+        error = errors.error_from_frame(body, "", data.decode("utf-8", "replace"), self._request_id)
         if error is not None:
             raise error
         return self._reader.read_body(body)
@@ -263,17 +205,17 @@ class ReplyCollector:
 
     def __init__(self, output_type: OutputType | None) -> None:
         self._output_type = output_type
-        self._collection = Collection()
+        self._builder = ReplyBuilder()
         self._is_complete = False
 
     def add(self, events: Sequence[Event]) -> Sequence[Event]:
-        self._collection.add(0, events)
+        self._builder.add(0, events)
         self._is_complete = self._is_complete or (bool(events) and type(events[-1]) is Finished)
         return events
 
     def attach_to(self, error: DragomanError) -> None:
         """Record in the error what had arrived before it."""
-        error.arrived = self._collection.arrived()
+        error.arrived = self._builder.arrived()
 
     def reply(self) -> Reply:
         if not self._is_complete:
@@ -282,7 +224,7 @@ class ReplyCollector:
             )
             self.attach_to(incomplete)
             raise incomplete
-        reply = self._collection.reply()
+        reply = self._builder.reply()
         if self._output_type is None or (reply.tool_calls and not reply.text):
             return reply
         try:

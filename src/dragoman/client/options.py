@@ -16,7 +16,7 @@ import msgspec
 
 from dragoman.client import message_dicts
 from dragoman.client.python_types import OutputType, PythonTool, output_type_of, tool_from_function
-from dragoman.core.errors import BadRequest
+from dragoman.core.errors import BadRequest, parse_validation_error
 from dragoman.core.request import (
     GenerationRequest,
     JsonSchema,
@@ -89,8 +89,7 @@ def _convert(value: object, kind: Any, param: str) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        message = str(error).partition(" - at `$")[0]
-        raise BadRequest(f"{param}: {message[:1].lower()}{message[1:]}", param=param) from error
+        raise BadRequest(f"{param}: {parse_validation_error(error)[1]}", param=param) from error
 
 
 def build_messages(messages: Messages) -> tuple[Message, ...]:

@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from dragoman.client.call import PROTOCOLS, ClientCall
+from dragoman.client.call import ClientCall
 from dragoman.client.decompression import ACCEPT_ENCODING
 from dragoman.core.errors import (
     AnswerTimeout,
@@ -29,8 +29,9 @@ from dragoman.core.errors import (
 from dragoman.core.request import GenerationRequest
 from dragoman.core.urls import ServerAddress, parse_address
 from dragoman.core.version import __version__
-from dragoman.protocols.client import error_classifier
-from dragoman.protocols.client.retry import ConnectionFailure, ErrorResponse, Retries
+from dragoman.protocols import errors
+from dragoman.protocols.registry import CLIENT_PROTOCOLS
+from dragoman.protocols.retry import ConnectionFailure, ErrorResponse, Retries
 
 ProtocolName = Literal["auto", "chat", "messages", "responses"]
 ACCEPT_STREAM = "text/event-stream, application/json"
@@ -97,8 +98,8 @@ class CallPlanner:
         retries: int | Retries = 2,
         extra_headers: Mapping[str, str] | None = None,
     ) -> None:
-        if protocol != "auto" and protocol not in PROTOCOLS:
-            raise ConfigError(f"protocol {protocol!r}: expected auto, {', '.join(PROTOCOLS)}")
+        if protocol != "auto" and protocol not in CLIENT_PROTOCOLS:
+            raise ConfigError(f"protocol {protocol!r}: expected auto, {', '.join(CLIENT_PROTOCOLS)}")
         self.address = parse_address(url)
         self.model = model
         _check_headers({"api_key": api_key or "", **(extra_headers or {})})
@@ -119,7 +120,7 @@ class CallPlanner:
         unsupported: UnsupportedParameter | None = None
         for name in self.protocol_names():
             try:
-                client_call = ClientCall(PROTOCOLS[name], request, stream=stream, check_calls=check_calls)
+                client_call = ClientCall(CLIENT_PROTOCOLS[name], request, stream=stream, check_calls=check_calls)
             except UnsupportedParameter as error:
                 unsupported = unsupported or error
                 continue
@@ -132,7 +133,11 @@ class CallPlanner:
         """Return the protocols to try, in order."""
         if self.protocol is not None:
             return [self.protocol]
-        return sorted(PROTOCOLS, key=lambda name: name != "messages") if self._is_anthropic else list(PROTOCOLS)
+        return (
+            sorted(CLIENT_PROTOCOLS, key=lambda name: name != "messages")
+            if self._is_anthropic
+            else list(CLIENT_PROTOCOLS)
+        )
 
     @property
     def _is_anthropic(self) -> bool:
@@ -196,7 +201,7 @@ class CallPlanner:
             elif result.is_success:
                 return result
             else:
-                error = error_classifier.error_from_response(result.status, result.headers, result.body)
+                error = errors.error_from_response(result.status, result.headers, result.body)
                 refusal = ErrorResponse(result.status, result.headers, isinstance(error, QuotaExhausted))
                 delay = self._retries.delay(refusal, attempt, call.is_idempotent)
             if delay is None:

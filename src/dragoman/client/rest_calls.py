@@ -1,7 +1,5 @@
 """Calls that are answered with one JSON body: models, embeddings and token counts."""
 
-import base64
-import binascii
 from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -9,12 +7,13 @@ from urllib.parse import quote
 import msgspec
 
 from dragoman.client.planner import CallPlanner, PlannedCall
-from dragoman.core.embeddings import Embedding, Input
+from dragoman.core.embeddings import Embedding, EmbeddingRequest, Input
 from dragoman.core.errors import BadAnswer, BadRequest
 from dragoman.core.events import Usage
 from dragoman.core.request import GenerationRequest
+from dragoman.protocols import reply_fields
 from dragoman.protocols.chat import client as chat
-from dragoman.protocols.client import reply_fields, usage_fields
+from dragoman.protocols.embeddings import client as embeddings
 from dragoman.protocols.messages import client as messages
 from dragoman.protocols.responses import client as responses
 
@@ -93,31 +92,12 @@ def _model(entry: dict[str, Any]) -> ServerModel:
 
 
 def embeddings_call(planner: CallPlanner, texts: Sequence[Input], model: str, dimensions: int | None) -> PlannedCall:
-    fields: dict[str, Any] = {"input": list(texts), "model": model or planner.model or None, "dimensions": dimensions}
-    body = {name: value for name, value in fields.items() if value is not None}
-    return planner.json_call("embeddings", "/embeddings", body)
+    request = EmbeddingRequest(tuple(texts), model or planner.model or "", dimensions, listed=True)
+    return planner.json_call("embeddings", embeddings.PATH, embeddings.encode(request))
 
 
 def read_embeddings(body: bytes, count: int) -> EmbeddingResult:
-    """Return the vectors in the order of the texts, sorted by `index`."""
-    parsed = reply_fields.parse_object(body)
-    data = parsed.get("data")
-    entries = [entry for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
-    if len(entries) != count:
-        raise BadAnswer(f"expected {count} embeddings, received {len(entries)}: {reply_fields.excerpt(body)!r}")
-    indexes = [entry.get("index") for entry in entries]
-    order = sorted(range(count), key=lambda at: index if isinstance(index := indexes[at], int) else at)
-    vectors = tuple(_vector(entries[at].get("embedding")) for at in order)
-    return EmbeddingResult(vectors, usage_fields.read_usage(parsed.get("usage")) or Usage())
-
-
-def _vector(value: object) -> Embedding:
-    try:
-        if isinstance(value, str):
-            return Embedding.of(Embedding(base64.b64decode(value, validate=True)).values)
-        return Embedding.of(msgspec.convert(value, list[float]))
-    except (ValueError, binascii.Error) as error:
-        raise BadAnswer(f"invalid embedding: {error}") from error
+    return EmbeddingResult(*embeddings.decode_reply(body, count))
 
 
 def count_calls(planner: CallPlanner, request: GenerationRequest) -> list[PlannedCall]:

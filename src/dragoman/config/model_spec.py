@@ -17,19 +17,21 @@ from typing import Annotated, Any
 
 import msgspec
 
-from dragoman.config.config_file import ConfigFile, resolve_path, type_name
+from dragoman.config.config_file import ConfigFile, resolve_path
 from dragoman.config.quantities import parse_duration
 from dragoman.config.sections import ReplicaSettings
-from dragoman.core.errors import ConfigError
+from dragoman.core.engine import Engine
+from dragoman.core.errors import ConfigError, parse_validation_error
 from dragoman.core.request import RepetitionPenalty, Sampling
 from dragoman.core.types import Count, Word
-from dragoman.engines import ENGINES, engine_class
-from dragoman.files.hub import PREFIX as HUB
+from dragoman.engines import DEFAULT_ENGINE, DIRECTORY_ENGINE, ENGINES, engine_class
+from dragoman.files import sources
+from dragoman.files.addresses import HUB
 from dragoman.files.sources import BUILT_IN, SOURCE_KINDS, is_model_directory
 from dragoman.formats import get_format
 
-DIRECTORY_ENGINE = "vllm"
-"""The default engine for a model directory."""
+COMMON_KEYS = ("engine", "source", "path", "sampling", "keep_alive", "fallback", "ray")
+"""Keys that are the same for every engine."""
 MODEL_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/-]+")
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -76,7 +78,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     fallback: str | None = None
     """The model that answers when this one cannot."""
     ray: ReplicaSettings = ReplicaSettings()
-    place: str | None = None
+    location: str | None = None
     """FILE:LINE of the entry, if it has one."""
 
     @property
@@ -88,50 +90,77 @@ class ModelSpec(msgspec.Struct, frozen=True):
         """The source, if it is a single file that Dragoman can download. vllm finds its directories itself."""
         return None if self.source is None or engine_class(self.engine).loads_directory else self.source
 
+    def locate(self) -> Path | None:
+        """Return the model's file or directory, None if it can be downloaded. Raises ConfigError for a wrong path."""
+        if self.file is not None:
+            return sources.locate(self.file)
+        directory = None if self.source is None else Path(self.source).expanduser()
+        if directory is None or directory.is_dir():
+            return directory
+        if str(self.source).startswith(HUB):
+            return None
+        raise ConfigError(f"folder not found: {self.source}")
+
+    def build_options(self, path: Path | None = None) -> msgspec.Struct:
+        """Convert the entry to the options of its engine. `path` is the model's file, once it is known."""
+        values = dict(self.options)
+        if self.source is not None:
+            values["path"] = str(path or self.source)
+        try:
+            return msgspec.convert(values, engine_class(self.engine).Options)
+        except msgspec.ValidationError as error:
+            where, message = parse_validation_error(error)
+            raise ConfigError(f"{where.removeprefix('.')}: {message}" if where else message) from error
+
     @property
     def is_open(self) -> bool:
         """Whether it serves all models that its engine finds, each as NAME/MODEL."""
         return self.options.get("models") == "all"
 
-    def has(self, name: str) -> bool:
+    def includes(self, name: str) -> bool:
         """Whether the name belongs to this open model."""
         return self.is_open and name.lower().startswith(f"{self.name.lower()}/")
 
     def equals_except_location(self, other: "ModelSpec") -> bool:
-        """Whether the two are equal except for the location of their entries."""
-        return msgspec.structs.replace(self, place=other.place) == other
+        return msgspec.structs.replace(self, location=other.location) == other
 
     def can_share_engine(self, other: "ModelSpec") -> bool:
         """Whether a running engine of one can also serve the other."""
         return (self.engine, self.source, self.options) == (other.engine, other.source, other.options)
 
+    def with_layout(self, layout: str | None) -> "ModelSpec":
+        """Set the layout, if the engine has this option. `auto` is left out, because it is the default."""
+        if self.engine not in ENGINES or "layout" not in engine_class(self.engine).Options.__struct_fields__:
+            return self
+        options = {name: value for name, value in self.options.items() if name != "layout"}
+        return msgspec.structs.replace(self, options=options | ({"layout": layout} if layout == "as-is" else {}))
+
 
 def model_from_flag(name: str, source: str, engine: str | None) -> ModelSpec:
-    """Build the model of a `--model` flag. Without an engine, a model directory means vllm, anything else llama."""
+    """Build the model of a `--model` flag. Without an engine, the source decides: a directory or a file."""
     if engine is None and not is_model_directory(Path(source).expanduser()):
-        return ModelSpec(name, "llama", source)
+        return ModelSpec(name, DEFAULT_ENGINE, source)
     engine = engine or DIRECTORY_ENGINE
     cls = engine_class(engine)
     if not cls.loads_directory:
         return ModelSpec(name, engine, source)
-    if error := _check_directory(source, Path(source), engine):
-        raise ConfigError(error)
+    _check_directory(source, Path(source), engine)
     if not cls.is_installed():
         raise ConfigError(f"{source} is for {engine}, which is not installed: pip install 'dragoman[{engine}]'")
     return ModelSpec(name, engine, _resolve_directory(source, Path()))
 
 
-def _check_directory(source: str, path: Path, engine: str) -> str | None:
-    """Return an error if the source of an engine that loads directories is a file."""
+def _check_directory(source: str, path: Path, engine: str) -> None:
+    """Refuse a file as the source of an engine that loads directories."""
     if source.startswith(HUB) or not path.expanduser().is_file():
-        return None
+        return
     if source.lower().endswith(".gguf"):
-        return f"{source} is a GGUF file, which llama runs: leave the engine out; {engine} takes a folder or ORG/REPO"
-    return f"{source} is a file; {engine} takes the folder of a model, or ORG/REPO of the hub"
-
-
-COMMON_KEYS = ("engine", "source", "path", "sampling", "keep_alive", "fallback", "ray")
-"""Keys that are the same for every engine."""
+        message = (
+            f"is a GGUF file, which {DEFAULT_ENGINE} runs: leave the engine out; {engine} takes a folder or ORG/REPO"
+        )
+    else:
+        message = f"is a file; {engine} takes the folder of a model, or ORG/REPO of the hub"
+    raise ConfigError(f"{source} {message}")
 
 
 def read_models(file: ConfigFile) -> dict[str, ModelSpec]:
@@ -151,11 +180,10 @@ def _claim_name(file: ConfigFile, name: str, names: dict[str, str], key: str) ->
     """Add the name to `names`. If it is invalid or taken, record an error and return False."""
     other = names.get(name.lower())
     if not MODEL_NAME.fullmatch(name):
-        message = "a model name may contain only letters, digits and . _ - : /, and must not begin with /"
-        file.add_error(key, message)
+        file.add_error(key, "a model name may contain only letters, digits and . _ - : /, and must not begin with /")
     elif other is not None:
-        message = "another model has this name" if other == name else f"differs from the model {other} only in case"
-        file.add_error(key, message)
+        taken = "another model has this name" if other == name else f"differs from the model {other} only in case"
+        file.add_error(key, taken)
     else:
         names[name.lower()] = name
         return True
@@ -166,40 +194,54 @@ def _read_model(file: ConfigFile, name: str, entry: Any, key: str) -> ModelSpec:
     if isinstance(entry, str):
         entry = {"source": entry}
     if not isinstance(entry, dict):
-        file.add_error(key, f"expected a source or a mapping, got {type_name(entry)}")
-        return ModelSpec(name, "llama")
+        file.add_error(key, f"expected a source or a mapping, got {type(entry).__name__}")
+        return ModelSpec(name, DEFAULT_ENGINE)
+    # As in other sections, null means the default.
+    entry = {option: value for option, value in entry.items() if value is not None}
     if "path" in entry and "source" in entry:
         file.add_error(f"{key}.path", "path and source mean the same; give one of them")
     source_key = "path" if "path" in entry else "source"
-    engine = file.convert(entry.get("engine", "llama"), Word, f"{key}.engine")
+    engine = file.convert(entry.get("engine", DEFAULT_ENGINE), Word, f"{key}.engine")
     source = file.convert(entry.get(source_key), Word | None, f"{key}.{source_key}")
-    if entry.get(source_key) is None and engine == "llama" and name in BUILT_IN:
+    if source_key not in entry and engine == DEFAULT_ENGINE and name in BUILT_IN:
         source = name
     options = {option: value for option, value in entry.items() if option not in COMMON_KEYS}
-    adapters: dict[str, Any] = {}
-    if engine is not None:
-        valid = _check_options(file, engine, source, entry, options, key)
-        # A custom engine may use this option name for something else.
-        adapters = valid.get("adapters", {}) if engine in ENGINES else {}
-    if adapters:
+    adapters: Any = None
+    cls = file.parse(engine, engine_class, f"{key}.engine")
+    if cls is not None:
+        if source is not None:
+            source = _read_source(file, cls, engine, source, f"{key}.{source_key}")
+        elif source_key not in entry and _requires_source(cls):
+            file.add_error(key, f"source is missing: a path, {SOURCE_KINDS} or a built-in name ({', '.join(BUILT_IN)})")
+        _check_options(file, cls, options, key)
+    if engine in ENGINES:
+        # A custom engine may use these names for something else.
+        file.parse(options.get("format"), _check_format, f"{key}.format")
+        adapters = options.get("adapters")
+    if isinstance(adapters, dict):
         options["adapters"] = {adapter: _resolve_adapter(file, entry) for adapter, entry in adapters.items()}
+    line = file.locations.lines.get(key)
     return ModelSpec(
         name,
-        engine or "llama",
-        None if source is None else _resolve_source(file, source, engine),
+        engine or DEFAULT_ENGINE,
+        source,
         options,
-        _read_sampling(file, entry, key),
-        file.parse(entry, "keep_alive", parse_duration, key),
-        tuple(adapters),
+        file.convert(entry.get("sampling", {}), SamplingDefaults, f"{key}.sampling") or NO_DEFAULTS,
+        file.parse(entry.get("keep_alive"), parse_duration, f"{key}.keep_alive"),
+        tuple(adapters) if isinstance(adapters, dict) else (),
         file.convert(entry.get("fallback"), Word | None, f"{key}.fallback"),
-        _read_replicas(file, entry, key),
-        f"{file.name}:{file.lines[key]}" if key in file.lines else None,
+        file.convert(entry.get("ray", {}), ReplicaSettings, f"{key}.ray") or ReplicaSettings(),
+        None if line is None else f"{file.locations.file}:{line}",
     )
 
 
-def _resolve_source(file: ConfigFile, source: str, engine: str | None) -> str:
-    if engine not in ENGINES or not engine_class(engine).loads_directory:
+def _read_source(file: ConfigFile, cls: type[Engine], engine: str, source: str, key: str) -> str:
+    if "path" not in cls.Options.__struct_fields__:
+        file.add_error(key, f"the engine {engine} takes no source")
+    if not cls.loads_directory:
         return file.resolve_source(source)
+    path = Path(resolve_path(source, file.directory))
+    file.parse(source, lambda written: _check_directory(written, path, engine), key)
     return _resolve_directory(source, file.directory)
 
 
@@ -211,66 +253,26 @@ def _resolve_directory(source: str, directory: Path) -> str:
     return path if source.startswith((".", "/", "~")) or Path(path).exists() else f"{HUB}{source}"
 
 
+def _requires_source(cls: type[Engine]) -> bool:
+    return any(field.name == "path" and field.required for field in msgspec.structs.fields(cls.Options))
+
+
+def _check_options(file: ConfigFile, cls: type[Engine], options: Mapping[str, Any], key: str) -> None:
+    fields = cls.Options.__struct_fields__
+    has_source = "path" in fields
+    common = [name for name in COMMON_KEYS if has_source or name not in ("source", "path")]
+    file.check_keys(options, [*common, *(name for name in fields if name != "path")], key)
+    known = {name: value for name, value in options.items() if name in fields}
+    file.convert({"path": "", **known} if has_source else known, cls.Options, key)
+
+
+def _check_format(name: object) -> None:
+    if isinstance(name, str):
+        get_format(name)
+
+
 def _resolve_adapter(file: ConfigFile, adapter: Any) -> Any:
     if isinstance(adapter, str):
         return resolve_path(adapter, file.directory)
-    return {**adapter, "path": resolve_path(adapter["path"], file.directory)}
-
-
-def _read_sampling(file: ConfigFile, entry: dict[str, Any], key: str) -> SamplingDefaults:
-    values = file.get_mapping(entry, "sampling", key)
-    file.check_keys(values, SamplingDefaults.__struct_fields__, f"{key}.sampling")
-    return msgspec.convert(file.select_valid(values, SamplingDefaults, f"{key}.sampling"), SamplingDefaults)
-
-
-def _read_replicas(file: ConfigFile, entry: dict[str, Any], key: str) -> ReplicaSettings:
-    values = file.get_mapping(entry, "ray", key)
-    file.check_keys(values, ReplicaSettings.__struct_fields__, f"{key}.ray")
-    valid = file.select_valid(values, ReplicaSettings, f"{key}.ray")
-    # Values that are valid alone may contradict each other.
-    return file.convert(valid, ReplicaSettings, f"{key}.ray") or ReplicaSettings()
-
-
-def _check_options(
-    file: ConfigFile, engine: str, source: str | None, entry: dict[str, Any], options: dict[str, Any], key: str
-) -> dict[str, Any]:
-    """Check the source and the engine's own options, and return the valid options."""
-    try:
-        struct = engine_class(engine).Options
-    except ConfigError as error:
-        file.add_error(f"{key}.engine", str(error))
-        return {}
-    has_source = "path" in struct.__struct_fields__
-    if source is not None and engine_class(engine).loads_directory:
-        problem = _check_directory(source, Path(resolve_path(source, file.directory)), engine)
-        if problem is not None:
-            file.add_error(f"{key}.{'path' if 'path' in entry else 'source'}", problem)
-    if source is not None and not has_source:
-        file.add_error(f"{key}.source", f"the engine {engine} takes no source")
-    own = [name for name in struct.__struct_fields__ if name != "path"]
-    known = [name for name in COMMON_KEYS if has_source or name not in ("source", "path")] + own
-    file.check_keys(options, known, key)
-    is_required = any(field.name == "path" and field.required for field in msgspec.structs.fields(struct))
-    if is_required and entry.get("source", entry.get("path")) is None and source is None:
-        file.add_error(key, f"source is missing: a path, {SOURCE_KINDS} or a built-in name ({', '.join(BUILT_IN)})")
-    # Errors of the source are recorded above.
-    values = {"path": "", **options} if has_source else options
-    valid = file.select_valid(values, struct, key)
-    if len(valid) == len(values):
-        # Values that are valid alone may contradict each other.
-        file.convert(values, struct, key)
-    if engine in ENGINES:
-        _check_format(file, struct, options, f"{key}.format")
-    return valid
-
-
-def _check_format(file: ConfigFile, struct: type[msgspec.Struct], options: dict[str, Any], key: str) -> None:
-    """Check that the format exists, unless it is the engine's default, which may mean automatic detection."""
-    default = next((field.default for field in msgspec.structs.fields(struct) if field.name == "format"), None)
-    chosen: Any = options.get("format", default)
-    if chosen == default or not isinstance(chosen, str):
-        return
-    try:
-        get_format(chosen)
-    except ConfigError as error:
-        file.add_error(key, str(error))
+    path = adapter.get("path") if isinstance(adapter, dict) else None
+    return {**adapter, "path": resolve_path(path, file.directory)} if isinstance(path, str) else adapter

@@ -10,13 +10,13 @@ import msgspec
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.sections import Cors, Keys, Telemetry, Tls
 from dragoman.core.types import Count, Seconds, SecondsOrZero, Word
-from dragoman.files.sources import home_directory
+from dragoman.files.sources import models_directory
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body_bytes: Count = 32 * 1024 * 1024
     body_elements: Count = 1_250_000
-    """Size of a JSON body: 1 per comma and colon, 5 per array and object (`protocols/json_elements`)."""
+    """Size of a JSON body: 1 per comma and colon, 5 per array and object (`protocols/json_body`)."""
     header_bytes: Count = 32 * 1024
     body_seconds: Seconds = 30.0
     queue: Annotated[int, msgspec.Meta(ge=0)] = 64
@@ -79,9 +79,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def folders(self) -> tuple[Path, ...]:
         """The directories to search for models without an entry."""
-        directories = self.models_dir
-        return (
-            (home_directory() / "models",)
-            if directories is None
-            else tuple(Path(name).expanduser() for name in directories)
-        )
+        if self.models_dir is None:
+            return (models_directory(),)
+        return tuple(Path(name).expanduser() for name in self.models_dir)

@@ -76,7 +76,7 @@ class Embedding(msgspec.Struct, frozen=True, array_like=True):
         """Return the first `dimensions` numbers, normalized again."""
         return self if dimensions == self.dimensions else Embedding.of(self.values[:dimensions], self.tokens)
 
-    def likeness(self, other: "Embedding") -> float:
+    def cosine_similarity(self, other: "Embedding") -> float:
         return sum(map(float.__mul__, self.values, other.values))
 
 

@@ -1,44 +1,36 @@
 """The Engine base class.
 
 Subclass it and override `generate` to serve a model through every API. An engine receives values and yields events or
-text; it never sees HTTP, SSE or JSON. The server answers for features missing from `supports`: a route with 501, a
-parameter by reporting it as ignored.
-
-Features an engine may declare
-    chat, completion, token_prompt, infill                           kinds of generation
-    tokenize, render, count_tokens                                   prompt and token queries
-    embeddings                                                       text embeddings
-    token_ids, logprobs, prompt_logprobs, images, documents, tools, strict_tools, constraint, thinking, template_options
-                                                                     request and reply features beyond text
-    service_tier                                                     passed on to the server that runs the model
-    usage                                                            reported by the engine in `Finished`
-    temperature, top_p, top_k, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty, logit_bias,
-    stop_token_ids, ignore_eos, max_tokens                           parameters the engine applies itself
-The server implements stop strings, the number of choices and streaming for every engine, and `max_tokens` for engines
-that do not declare it.
+text; it never sees HTTP, SSE or JSON.
 """
 
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
-from typing import ClassVar, Self
+import asyncio
+import inspect
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import ClassVar, Protocol, Self, TypeVar
 
 import msgspec
 
+from dragoman.core import delivery
 from dragoman.core.embeddings import Embedding, Input
 from dragoman.core.errors import NotSupported
 from dragoman.core.events import Event, Listener
+from dragoman.core.features import Feature
 from dragoman.core.request import GenerationRequest
 
-Output = str | Event | Sequence[str | Event]
-"""A string counts as one token. A list or tuple is a batch that became ready together."""
+T = TypeVar("T")
+Output = delivery.Output
 
 EmbedFunction = Callable[[Sequence[Input]], Sequence[Embedding] | Awaitable[Sequence[Embedding]]]
 
-FEATURES_BY_METHOD: dict[str, tuple[str, ...]] = {
-    "generate": ("chat", "completion"),
-    "tokenize": ("tokenize",),
-    "render": ("render",),
-    "count_tokens": ("count_tokens",),
-    "embed": ("embeddings",),
+FEATURES_BY_METHOD = {
+    "generate": (Feature.CHAT, Feature.COMPLETION),
+    "deliver": (Feature.CHAT, Feature.COMPLETION),
+    "tokenize": (Feature.TOKENIZE,),
+    "render": (Feature.RENDER,),
+    "count_tokens": (Feature.COUNT_TOKENS,),
+    "embed": (Feature.EMBEDDINGS,),
 }
 """Features that overriding a method declares."""
 
@@ -64,6 +56,39 @@ class RenderedPrompt(msgspec.Struct, frozen=True):
     format: str
 
 
+class ProgressSink(Protocol):
+    """Receives the encoded progress of generations that belong to another process."""
+
+    def put(self, progress: msgspec.Raw) -> None: ...
+
+
+class WorkerControl(Protocol):
+    """The worker process of an engine, as the server sees it."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether the worker has died and its successor is not ready yet."""
+
+    @property
+    def restart_seconds(self) -> float:
+        """Seconds since the worker died."""
+
+    async def wait_until_running(self) -> object: ...
+
+    def forward(self, sink: ProgressSink, key: int, request: msgspec.Raw) -> bool:
+        """Start a generation for another process, which has chosen a unique key for it. Return False if the worker
+        does not run yet."""
+
+    async def forward_when_running(self, sink: ProgressSink, key: int, request: msgspec.Raw) -> None:
+        """Wait for the worker and do the same."""
+
+    def stop_forwarding(self, key: int) -> None:
+        """Cancel a forwarded generation; does nothing if it has ended."""
+
+
 class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pass
 
@@ -72,17 +97,17 @@ class Engine:
     Options: ClassVar[type[msgspec.Struct]] = NoOptions
     """The configuration keys of a model of this engine."""
 
-    emits_events: ClassVar[bool] = False
-    """`generate` is an async generator of non-empty event lists, complete from `Started` to `Finished`."""
-
-    is_push_based: ClassVar[bool] = False
-    """The engine implements `tell`; callers prefer it to `generate`."""
-
     emits_tool_calls: bool = False
     """The events contain reasoning and tool calls, so the text is not parsed for them."""
 
     loads_directory: ClassVar[bool] = False
     """The source is a model directory or a Hugging Face name; the engine finds the files itself."""
+
+    loads_gguf: ClassVar[bool] = False
+    """The source is a GGUF file."""
+
+    runs_elsewhere: ClassVar[bool] = False
+    """The model runs on another server, so this machine needs no resources for it."""
 
     device: str = "cpu"
     """The compute device, as shown in the model list."""
@@ -92,6 +117,10 @@ class Engine:
     """Maximum number of concurrent generations; further requests queue. None means unlimited."""
     progress: float | None = None
     """Fraction of the model loaded so far, from 0 to 1; None if unknown."""
+    worker_control: WorkerControl | None = None
+    """Set if the engine runs in a worker process."""
+    on_death: Callable[[str], None] | None = None
+    """Set by a worker process: an engine that can no longer work calls it with the reason."""
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:
@@ -112,7 +141,7 @@ class Engine:
         return 0
 
     @classmethod
-    def mistakes(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
+    def find_option_errors(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
         """Return errors found without loading the model, as pairs of key and message, for `dragoman check`.
 
         The key is a path such as `adapters.legal`, or "" for the whole model entry.
@@ -120,7 +149,7 @@ class Engine:
         return ()
 
     @classmethod
-    def doubts(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
+    def find_option_warnings(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
         """Return warnings for valid but probably unintended options, as pairs of key and message."""
         return ()
 
@@ -133,6 +162,7 @@ class Engine:
         return [ModelInfo(type(self).__name__.removesuffix("Engine").lower() or "engine")]
 
     def supports(self) -> frozenset[str]:
+        """Return the names of the features that the engine has; see `Feature`."""
         overridden = (
             method for method in FEATURES_BY_METHOD if getattr(type(self), method) is not getattr(Engine, method)
         )
@@ -148,13 +178,13 @@ class Engine:
         """Generate a reply. A plain generator runs in its own thread. Closing the iterator cancels the generation."""
         raise NotSupported("this model does not generate text")
 
-    async def tell(self, request: GenerationRequest, listener: Listener) -> None:
+    async def deliver(self, request: GenerationRequest, listener: Listener) -> None:
         """Generate a reply by calling `listener` with each batch of events, from `Started` to `Finished`.
 
-        Engines that receive events in event loop callbacks avoid waking a task per token this way. An exception of
-        the listener, or cancellation, ends the generation and propagates to the caller.
+        The program calls only this method; by default it runs `generate`. An exception of the listener, or
+        cancellation, ends the generation and propagates to the caller.
         """
-        raise NotSupported("this model does not generate text")
+        await delivery.deliver_outputs(self.generate, request, listener)
 
     def render(self, request: GenerationRequest) -> RenderedPrompt | Awaitable[RenderedPrompt]:
         """Return the prompt that `generate` would use."""
@@ -178,3 +208,20 @@ class Engine:
     def embed_function_for(self, model: str) -> EmbedFunction:
         """Return the function that embeds with the given model; engines with several models override this."""
         return self.embed
+
+
+def stream_events(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
+    """Return the events of one generation as an async generator, for callers that cannot pass a listener."""
+    return delivery.pull_events(partial(engine.deliver, request))
+
+
+async def call_engine(method: Callable[..., T | Awaitable[T]], *arguments: object) -> T:
+    """Call a method of an engine. A method that is not async runs in a thread."""
+    if inspect.iscoroutinefunction(method):
+        answer: T = await method(*arguments)
+        return answer
+    result = await asyncio.to_thread(method, *arguments)
+    if isinstance(result, Awaitable):
+        awaited: T = await result
+        return awaited
+    return result

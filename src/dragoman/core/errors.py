@@ -31,6 +31,7 @@ Clients raise the same errors. `answered` is then the server's own answer. The s
 Dragoman would return to its caller.
 """
 
+import re
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
@@ -56,6 +57,21 @@ ENCODE_ERRORS = (OverflowError, TypeError, ValueError, RecursionError, msgspec.M
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeError, RecursionError)
 """What decoding JSON or MessagePack may raise: a wrong format or type, invalid UTF-8, deep nesting."""
 
+_VALIDATION_ERROR = re.compile(r"(?P<message>.*?)(?: - at `\$?(?P<path>[^`]*)`)?", re.DOTALL)
+_MISSING_FIELD = re.compile(r"Object missing required field `(.*)`")
+REQUIRED = "required, but missing"
+
+
+def parse_validation_error(error: Exception) -> tuple[str, str]:
+    """Return the path of the invalid value, such as `.tools[0]`, and what is wrong. msgspec gives both as one text."""
+    parsed = _VALIDATION_ERROR.fullmatch(str(error))
+    assert parsed is not None
+    message, path = parsed["message"], parsed["path"] or ""
+    if missing := _MISSING_FIELD.fullmatch(message):
+        return f"{path}.{missing[1]}", REQUIRED
+    is_word = message[1:2].islower()
+    return path, message[:1].lower() + message[1:] if is_word else message
+
 
 def truncate(text: str, length: int = MAX_VALUE) -> str:
     return text if len(text) <= length else text[:length] + "..."
@@ -73,6 +89,11 @@ class DragomanError(Exception):
     max_message: ClassVar[int] = 2000
     """Characters."""
 
+    def __init_subclass__(cls, **fields: int | str) -> None:
+        """Set `status`, `type` and `code` from the keywords of the class statement. The others are inherited."""
+        for name, value in fields.items():
+            setattr(cls, name, value)
+
     def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None) -> None:
         message = truncate(message, self.max_message)
         super().__init__(message)
@@ -84,16 +105,12 @@ class DragomanError(Exception):
         """The parts of the reply that a client received before the error."""
 
 
-class BadRequest(DragomanError):
-    status = 400
-    type = "invalid_request_error"
-    code = "invalid_value"
+class BadRequest(DragomanError, status=400, type="invalid_request_error", code="invalid_value"):
+    pass
 
 
-class ContextTooLong(BadRequest):
+class ContextTooLong(BadRequest, code="context_length_exceeded"):
     """`tokens` is the length of the prompt, `limit` the maximum, if they are known."""
-
-    code = "context_length_exceeded"
 
     def __init__(
         self, message: str, *, param: str | None = None, tokens: int | None = None, limit: int | None = None
@@ -107,226 +124,163 @@ class NoRoomForReply(ContextTooLong):
     """The prompt fits, but leaves no room for a reply."""
 
 
-class InvalidConfig(BadRequest):
+class InvalidConfig(BadRequest, code="invalid_config"):
     """The message names files, so it is shown only to operators."""
 
-    code = "invalid_config"
     max_message = 100_000
 
 
-class InvalidSchema(BadRequest):
-    code = "invalid_schema"
+class InvalidSchema(BadRequest, code="invalid_schema"):
+    pass
 
 
-class RequestRefused(BadRequest):
+class RequestRefused(BadRequest, code="request_refused"):
     """The request has crashed the engine's process before."""
 
-    code = "request_refused"
+
+class ThreadUnsupported(BadRequest, code="thread_unsupported_request"):
+    pass
 
 
-class ThreadUnsupported(BadRequest):
-    code = "thread_unsupported_request"
+class UnsupportedParameter(BadRequest, code="unsupported_parameter"):
+    pass
 
 
-class UnsupportedParameter(BadRequest):
-    code = "unsupported_parameter"
+class Unauthorized(DragomanError, status=401, type="authentication_error", code="invalid_api_key"):
+    pass
 
 
-class Unauthorized(DragomanError):
-    status = 401
-    type = "authentication_error"
-    code = "invalid_api_key"
+class PermissionDenied(DragomanError, status=403, type="invalid_request_error", code="insufficient_permissions"):
+    pass
 
 
-class PermissionDenied(DragomanError):
-    status = 403
-    type = "invalid_request_error"
-    code = "insufficient_permissions"
+class NotFound(DragomanError, status=404, type="invalid_request_error", code="not_found"):
+    pass
 
 
-class NotFound(DragomanError):
-    status = 404
-    type = "invalid_request_error"
-    code = "not_found"
+class ModelNotFound(NotFound, code="model_not_found"):
+    pass
 
 
-class ModelNotFound(NotFound):
-    code = "model_not_found"
+class PreviousResponseNotFound(NotFound, code="previous_response_not_found"):
+    pass
 
 
-class PreviousResponseNotFound(NotFound):
-    code = "previous_response_not_found"
+class MethodNotAllowed(DragomanError, status=405, type="invalid_request_error", code="method_not_allowed"):
+    pass
 
 
-class MethodNotAllowed(DragomanError):
-    status = 405
-    type = "invalid_request_error"
-    code = "method_not_allowed"
+class RequestTimeout(DragomanError, status=408, type="invalid_request_error", code="request_timeout"):
+    pass
 
 
-class RequestTimeout(DragomanError):
-    status = 408
-    type = "invalid_request_error"
-    code = "request_timeout"
+class TooLarge(DragomanError, status=413, type="invalid_request_error", code="request_too_large"):
+    pass
 
 
-class TooLarge(DragomanError):
-    status = 413
-    type = "invalid_request_error"
-    code = "request_too_large"
+class UnsupportedMedia(DragomanError, status=415, type="invalid_request_error", code="unsupported_media_type"):
+    pass
 
 
-class UnsupportedMedia(DragomanError):
-    status = 415
-    type = "invalid_request_error"
-    code = "unsupported_media_type"
+class UpgradeRequired(DragomanError, status=426, type="invalid_request_error", code="upgrade_required"):
+    pass
 
 
-class UpgradeRequired(DragomanError):
-    status = 426
-    type = "invalid_request_error"
-    code = "upgrade_required"
-
-
-class RateLimited(DragomanError):
+class RateLimited(DragomanError, status=429, type="requests", code="rate_limit_exceeded"):
     """`type` names the exceeded limit, as OpenAI's clients expect."""
 
-    status = 429
-    type = "requests"
-    code = "rate_limit_exceeded"
+
+class TokensLimited(RateLimited, type="tokens"):
+    pass
 
 
-class TokensLimited(RateLimited):
-    type = "tokens"
-
-
-class QuotaExhausted(RateLimited):
+class QuotaExhausted(RateLimited, type="insufficient_quota", code="insufficient_quota"):
     """The budget is spent. Retrying does not help."""
 
-    type = "insufficient_quota"
-    code = "insufficient_quota"
+
+class HeadersTooLarge(DragomanError, status=431, type="invalid_request_error", code="headers_too_large"):
+    pass
 
 
-class HeadersTooLarge(DragomanError):
-    status = 431
-    type = "invalid_request_error"
-    code = "headers_too_large"
+class EngineFailed(DragomanError, type="inference_error", code="inference_error"):
+    pass
 
 
-class EngineFailed(DragomanError):
-    type = "inference_error"
-    code = "inference_error"
-
-
-class StepLimitReached(EngineFailed):
+class StepLimitReached(EngineFailed, code="step_limit_reached"):
     """The model was still calling tools at the step limit. `messages` is the conversation so far."""
 
-    code = "step_limit_reached"
     messages: "tuple[Message, ...]" = ()
 
 
-class NotSupported(DragomanError):
-    status = 501
-    type = "not_implemented"
-    code = "not_implemented"
+class NotSupported(DragomanError, status=501, type="not_implemented", code="not_implemented"):
+    pass
 
 
-class EngineDied(DragomanError):
-    status = 502
-    type = "inference_error"
-    code = "engine_died"
+class EngineDied(DragomanError, status=502, type="inference_error", code="engine_died"):
+    pass
 
 
-class Unreachable(DragomanError):
+class Unreachable(DragomanError, status=502, type="server_error", code="unreachable"):
     """The server did not accept the request, or closed the connection before the first byte of a response."""
 
-    status = 502
-    type = "server_error"
-    code = "unreachable"
 
-
-class ServerFailed(DragomanError):
+class ServerFailed(DragomanError, status=502, type="server_error", code="server_failed"):
     """The server reported an internal error."""
 
-    status = 502
-    type = "server_error"
-    code = "server_failed"
 
-
-class LoopDetected(ServerFailed):
+class LoopDetected(ServerFailed, code="loop_detected"):
     """An upstream server forwarded the request back to this model."""
 
-    code = "loop_detected"
 
-
-class BadAnswer(DragomanError):
+class BadAnswer(DragomanError, status=502, type="server_error", code="bad_answer"):
     """The server's response does not follow its API."""
 
-    status = 502
-    type = "server_error"
-    code = "bad_answer"
 
-
-class StreamCutOff(BadAnswer):
+class StreamCutOff(BadAnswer, code="stream_cut_off"):
     """A stream ended, broke or stalled before the reply was complete."""
 
-    code = "stream_cut_off"
 
-
-class MalformedToolCall(BadAnswer):
+class MalformedToolCall(BadAnswer, code="malformed_tool_call"):
     """The arguments of `call` are not a JSON object."""
 
-    code = "malformed_tool_call"
     call: "ToolCall | None" = None
 
 
-class OutputMismatch(BadAnswer):
+class OutputMismatch(BadAnswer, code="output_mismatch"):
     """The text of the reply, in `arrived`, does not match the requested output type."""
 
-    code = "output_mismatch"
 
-
-class Unavailable(DragomanError):
-    status = 503
-    type = "server_error"
-    code = "unavailable"
-
+class Unavailable(DragomanError, status=503, type="server_error", code="unavailable"):
     def __init__(self, message: str, *, param: str | None = None, retry_after: float = 1) -> None:
         super().__init__(message, param=param, retry_after=retry_after)
 
 
-class QueueFull(Unavailable):
-    code = "overloaded"
+class QueueFull(Unavailable, code="overloaded"):
+    pass
 
 
-class ModelLoading(Unavailable):
-    code = "model_loading"
+class ModelLoading(Unavailable, code="model_loading"):
+    pass
 
 
-class ModelFailed(Unavailable):
-    code = "model_failed"
+class ModelFailed(Unavailable, code="model_failed"):
+    pass
 
 
-class StorageUnavailable(Unavailable):
-    code = "storage_unavailable"
+class StorageUnavailable(Unavailable, code="storage_unavailable"):
+    pass
 
 
-class EngineTimeout(DragomanError):
-    status = 504
-    type = "inference_error"
-    code = "engine_timeout"
+class EngineTimeout(DragomanError, status=504, type="inference_error", code="engine_timeout"):
+    pass
 
 
-class DeadlineExceeded(EngineTimeout):
-    code = "deadline_exceeded"
+class DeadlineExceeded(EngineTimeout, code="deadline_exceeded"):
+    pass
 
 
-class AnswerTimeout(DragomanError):
+class AnswerTimeout(DragomanError, status=504, type="server_error", code="answer_timeout"):
     """The server accepted the request but did not respond in time."""
-
-    status = 504
-    type = "server_error"
-    code = "answer_timeout"
 
 
 class ConfigError(Exception):
@@ -335,6 +289,11 @@ class ConfigError(Exception):
     def __init__(self, *mistakes: str) -> None:
         super().__init__("\n".join(mistakes))
         self.messages = mistakes
+
+
+def engine_failure(error: BaseException) -> EngineFailed:
+    """Return the client-visible error for an engine's exception. It omits the exception text, which may be private."""
+    return EngineFailed(f"the engine failed ({type(error).__name__}); see the server log")
 
 
 def error_class(name: str) -> type[DragomanError]:

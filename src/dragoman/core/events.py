@@ -9,8 +9,12 @@ Rules
    over several tokens) and text without tokens (text that a stage held back).
 3. If the reply is not streamed (`Delivery.stream` is false), an engine may start again: a second `Started` discards
    all events before it.
+4. A character spread over several tokens belongs to the last of them. Invalid bytes become U+FFFD as soon as they are
+   certain to be invalid; at the end, so does an incomplete character. The joined text does not depend on how the bytes
+   are split into tokens.
 """
 
+import codecs
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
@@ -104,6 +108,12 @@ Listener = Callable[[Sequence[Event]], Awaitable[None] | None]
 """Called with events that became ready together. If it returns an awaitable, await it before the next call."""
 
 
+async def notify(listener: Listener, events: Sequence[Event]) -> None:
+    pause = listener(events)
+    if pause is not None:
+        await pause
+
+
 def total_usage(usages: Sequence[Usage]) -> Usage:
     if len(usages) == 1:
         return usages[0]
@@ -117,3 +127,16 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
             kept=total.kept + usage.kept,
         )
     return total
+
+
+class Detokenizer:
+    """Decodes the bytes of tokens to text incrementally."""
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, piece: bytes) -> str:
+        return self._utf8.decode(piece)
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)

@@ -35,7 +35,7 @@ def configure(line_format: str, level: str) -> None:
 def configure_as_parent() -> None:
     form, _, level = os.environ.get(STYLE_VARIABLE, "text info").partition(" ")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if form == "json" else TextLines(TEXT))
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter(TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     # These loggers write whole addresses, whose queries may be secret.
     for name in ("httpx", "httpcore"):
@@ -47,7 +47,7 @@ def escape(text: str) -> str:
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-class TextLines(logging.Formatter):
+class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         record.message = record.getMessage()
         lines = [escape(self.formatMessage(record))]
@@ -56,7 +56,7 @@ class TextLines(logging.Formatter):
         return "\n".join(lines)
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds")
         line: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Replies: the collected events of a stream."""
+"""Replies: the collected events of a stream, and the rate limits reported with them."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -175,8 +175,8 @@ class _Draft:
         )
 
 
-class Collection:
-    """A reply while its events arrive."""
+class ReplyBuilder:
+    """Builds a reply from events as they arrive."""
 
     def __init__(self) -> None:
         self._drafts: defaultdict[int, _Draft] = defaultdict(_Draft)
@@ -195,3 +195,12 @@ class Collection:
     def reply(self) -> Reply:
         choices = tuple([self._drafts[index].choice(index) for index in sorted(self._drafts)])
         return Reply(choices, total_usage([choice.usage for choice in choices]))
+
+
+class RateLimitState(msgspec.Struct, frozen=True):
+    """The state of a rate limit. `reset` is the number of seconds until the whole limit is available again."""
+
+    what: str
+    limit: int
+    remaining: int
+    reset: float

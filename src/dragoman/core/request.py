@@ -18,6 +18,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from dragoman.core.features import Feature
+
 
 class Text(msgspec.Struct, frozen=True, tag="text"):
     text: str
@@ -144,9 +146,9 @@ class Thinking(msgspec.Struct, frozen=True):
         return self.enabled is False or (self.enabled is None and self.effort == "none")
 
 
-LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 10
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10
 """Smaller values make the logits overflow."""
-RepetitionPenalty = Annotated[float, msgspec.Meta(ge=LEAST_REPETITION_PENALTY, le=MOST_REPETITION_PENALTY)]
+RepetitionPenalty = Annotated[float, msgspec.Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -181,7 +183,7 @@ class Delivery(msgspec.Struct, frozen=True):
 class Asked(msgspec.Struct, frozen=True):
     """A requested feature, and the path of its field in the request."""
 
-    feature: str
+    feature: Feature
     param: str
 
 

@@ -17,7 +17,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 import msgspec
 
-from dragoman.core.errors import ConfigError
+from dragoman.core.errors import ConfigError, truncate
 
 DEFAULT = "http://127.0.0.1:8000"
 _VERSION = re.compile(r"/v\d+[a-z0-9]*(/|$)")
@@ -91,3 +91,11 @@ def redact_secrets(text: str, secrets: Iterable[str]) -> str:
 def remove_credentials(text: str) -> str:
     """Replace the users and passwords of all addresses in a text by `***`."""
     return _LOGIN.sub("***@", text)
+
+
+def display_source(source: str) -> str:
+    """Return the source of a model for messages: an address without its login and query."""
+    if "://" not in source:
+        return truncate(source)
+    address = re.split("[?#]", remove_credentials(source))[0]
+    return truncate(f"{address}?..." if "?" in source else address)

@@ -11,6 +11,10 @@ ENGINES = {
     "vllm": "dragoman.engines.vllm.engine:VllmEngine",
     "upstream": "dragoman.engines.upstream.engine:UpstreamEngine",
 }
+DEFAULT_ENGINE = "llama"
+"""Runs GGUF files, and models whose entry names no engine."""
+DIRECTORY_ENGINE = "vllm"
+"""The default engine for a model directory."""
 
 
 def engine_class(name: str) -> type[Engine]:

@@ -16,16 +16,31 @@ from typing import Protocol
 
 import msgspec
 
+from dragoman.core.embeddings import Input
 from dragoman.core.engine import RenderedPrompt
 from dragoman.core.errors import BadRequest, ContextTooLong, NoRoomForReply, UnsupportedParameter
-from dragoman.core.request import LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY, GenerationRequest, Sampling
+from dragoman.core.features import SAMPLING_FEATURES, Feature
+from dragoman.core.request import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, GenerationRequest
 from dragoman.engines.reply_limits import ThinkingBudget
-from dragoman.formats.syntax import ModelFormat, Tags, reasoning_end, reasoning_tags
+from dragoman.formats.syntax import ModelFormat, reasoning_end, reasoning_tags
 from dragoman.grammar.reply_grammar import GrammarModel
-from dragoman.prompt import ChatTemplate, Segment
+from dragoman.prompt import ChatTemplate, Prompt
 
 MAX_TOKENIZED = 1024 * 1024
 """Maximum length, in characters or tokens, of a tokenize or detokenize request: about a second of work."""
+MAX_UNCHECKED_BYTES = 256 * 1024
+"""Texts to embed of up to this size are always tokenized. Long runs of blanks may be few tokens."""
+
+
+TOKEN_FEATURES = SAMPLING_FEATURES | {
+    *(Feature.CHAT, Feature.COMPLETION, Feature.TOKEN_PROMPT, Feature.TOKENIZE, Feature.RENDER),
+    *(Feature.TOKEN_IDS, Feature.LOGPROBS, Feature.PROMPT_LOGPROBS, Feature.MAX_TOKENS, Feature.USAGE),
+    *(Feature.STOP_TOKEN_IDS, Feature.IGNORE_EOS),
+    *(Feature.TOOLS, Feature.THINKING, Feature.DOCUMENTS, Feature.TEMPLATE_OPTIONS),
+}
+"""The features of every engine that generates tokens from tokens."""
+CONSTRAINT_FEATURES = frozenset({Feature.STRICT_TOOLS, Feature.CONSTRAINT})
+EMBEDDING_FEATURES = frozenset({Feature.EMBEDDINGS, Feature.TOKENIZE})
 
 
 class Vocabulary(Protocol):
@@ -58,6 +73,9 @@ class Vocabulary(Protocol):
     def control_ids(self, names: Collection[str]) -> Mapping[str, int]: ...
 
     def tokenize(self, text: str, special: bool) -> list[int]: ...
+
+    def tokenize_text(self, text: str) -> list[int]:
+        """Tokenize a whole text to embed, with the begin and end tokens of the vocabulary."""
 
     def detokenize(self, tokens: Sequence[int]) -> str: ...
 
@@ -94,23 +112,33 @@ class PromptReader:
     def read(self, request: GenerationRequest) -> PromptTokens:
         """Return the prompt tokens, and validate the rest of the request."""
         read = self._read_tokens(request)
-        self._check_prompt(request, read.tokens)
-        self._check_sampling(request.sampling)
+        self._check_prompt(request, len(read.tokens))
+        check_tokens(self.model, request.sampling.logit_bias, "logit_bias")
         check_tokens(self.model, request.stop_token_ids, "stop_token_ids")
+        penalty, least, most = request.sampling.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        if penalty is not None and not least <= penalty <= most:
+            raise BadRequest(f"repetition_penalty must be between {least} and {most}", param="repetition_penalty")
         return read
 
     def is_constrained(self, request: GenerationRequest) -> bool:
         return request.constraint is not None or bool(request.tools and request.messages)
 
     def render(self, request: GenerationRequest) -> RenderedPrompt:
+        prompt, tokens = self._render_tokens(request)
+        return RenderedPrompt(prompt.text, tokens, self.format.name)
+
+    def _render_tokens(self, request: GenerationRequest) -> tuple[Prompt, tuple[int, ...]]:
+        # Rendering a text of megabytes takes a second, so an obviously too long one is rejected before.
+        self._check_length(request, (message.text for message in request.messages))
         prompt = self.template.render(request)
         self._check_length(request, (segment.text for segment in prompt.segments))
-        return RenderedPrompt(
-            prompt.text, tuple(self._with_bos(self._tokenize_segments(prompt.segments))), self.format.name
-        )
+        tokens: list[int] = []
+        for segment in prompt.segments:
+            tokens += self.model.tokenize(segment.text, segment.special)
+        return prompt, self._with_bos(tokens)
 
     @property
-    def speaker(self) -> GrammarModel:
+    def grammar_model(self) -> GrammarModel:
         return GrammarModel(self.format, self.control, self.model.ends)
 
     def may_think(self, request: GenerationRequest) -> bool:
@@ -119,17 +147,16 @@ class PromptReader:
             return False
         return self._may_reason or bool(asked.enabled or asked.effort or asked.budget_tokens)
 
-    def budget(self, request: GenerationRequest, opener: str | None) -> ThinkingBudget | None:
+    def create_thinking_budget(self, request: GenerationRequest, opener: str | None) -> ThinkingBudget | None:
         asked, known = request.thinking, reasoning_tags(self.format)
         tokens = 0 if asked.is_off else asked.budget_tokens
         if tokens is None or not known or not request.messages:
             return None
         # An unknown channel ends with the closing tag of the last pair.
         opened = None if opener is None else next((tags for tags in known if tags.open == opener), known[-1])
-        return ThinkingBudget(tokens, known, self._closing_tokens, opened)
-
-    def _closing_tokens(self, tags: Tags) -> list[int]:
-        return self.model.tokenize(reasoning_end(self.format, tags), special=True)
+        return ThinkingBudget(
+            tokens, known, lambda tags: self.model.tokenize(reasoning_end(self.format, tags), special=True), opened
+        )
 
     def tokenize_inner_text(self, text: str) -> list[int]:
         """Tokenize text from the middle of a reply. Some vocabularies prepend a space at the start of a text."""
@@ -139,37 +166,29 @@ class PromptReader:
         tokens = self.model.tokenize(f"\n{text}", special=False)
         return tokens[len(before) :] if tokens[: len(before)] == before else tokens
 
-    def _check_sampling(self, asked: Sampling) -> None:
-        check_tokens(self.model, asked.logit_bias, "logit_bias")
-        penalty, least, most = asked.repetition_penalty, LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY
-        if penalty is not None and not least <= penalty <= most:
-            raise BadRequest(f"repetition_penalty must be between {least} and {most}", param="repetition_penalty")
-
-    def _check_prompt(self, request: GenerationRequest, tokens: Sequence[int]) -> None:
+    def _check_prompt(self, request: GenerationRequest, tokens: int) -> None:
         if not tokens:
             raise BadRequest("the prompt is empty", param=_param(request))
-        if len(tokens) > self.context:
-            raise self._too_long(request, len(tokens))
-        if len(tokens) + self.least(request) > self.context:
-            raise NoRoomForReply(
-                f"this model's maximum context length is {self.context} tokens, but the prompt has {len(tokens)}: "
-                "the reply needs at least one",
-                param=_param(request),
-                tokens=len(tokens),
-                limit=self.context - 1,
-            )
+        if tokens > self.context:
+            raise self._too_long(request, tokens)
+        if tokens + self.min_reply_tokens(request) > self.context:
+            raise self._too_long(request, tokens, after=": the reply needs at least one", error=NoRoomForReply)
 
-    def least(self, request: GenerationRequest) -> int:
+    def min_reply_tokens(self, request: GenerationRequest) -> int:
         """Minimum number of reply tokens that must fit in the context."""
         return 1
 
-    def _too_long(self, request: GenerationRequest, tokens: int, about: str = "") -> ContextTooLong:
-        return ContextTooLong(
-            f"this model's maximum context length is {self.context} tokens, but the prompt has {about}{tokens}",
-            param=_param(request),
-            tokens=tokens,
-            limit=self.context - 1,
-        )
+    def _too_long(
+        self,
+        request: GenerationRequest,
+        tokens: int,
+        before: str = "",
+        after: str = "",
+        error: type[ContextTooLong] = ContextTooLong,
+    ) -> ContextTooLong:
+        length = f"this model's maximum context length is {self.context} tokens"
+        message = f"{length}, but the prompt has {before}{tokens}{after}"
+        return error(message, param=_param(request), tokens=tokens, limit=self.context - 1)
 
     def _check_length(self, request: GenerationRequest, texts: Iterable[str]) -> None:
         size = sum(len(text.encode("utf-8", "replace")) for text in texts)
@@ -183,26 +202,14 @@ class PromptReader:
             check_tokens(self.model, prompt, "prompt")
         if request.suffix is not None:
             self._check_length(request, [prompt, request.suffix] if isinstance(prompt, str) else [request.suffix])
-            return PromptTokens(tuple(self._with_bos(self._build_infill(prompt or "", request.suffix))))
+            return PromptTokens(self._with_bos(self._build_infill(prompt or "", request.suffix)))
         if isinstance(prompt, tuple):
             return PromptTokens(prompt)
         if prompt is not None:
             self._check_length(request, [prompt])
-            return PromptTokens(tuple(self._with_bos(self.model.tokenize(prompt, special=True))))
-        return self._read_chat(request)
-
-    def _read_chat(self, request: GenerationRequest) -> PromptTokens:
-        prompt = self.template.render(request)
-        self._check_length(request, (segment.text for segment in prompt.segments))
-        return PromptTokens(
-            tuple(self._with_bos(self._tokenize_segments(prompt.segments))), prompt.opener, prompt.ignored
-        )
-
-    def _tokenize_segments(self, segments: Iterable[Segment]) -> list[int]:
-        tokens: list[int] = []
-        for segment in segments:
-            tokens += self.model.tokenize(segment.text, segment.special)
-        return tokens
+            return PromptTokens(self._with_bos(self.model.tokenize(prompt, special=True)))
+        rendered, tokens = self._render_tokens(request)
+        return PromptTokens(tokens, rendered.opener, rendered.ignored)
 
     def _build_infill(self, prefix: str | tuple[int, ...], suffix: str) -> list[int]:
         if self.model.infill is None:
@@ -211,11 +218,11 @@ class PromptReader:
         head = self.model.tokenize(prefix, special=False) if isinstance(prefix, str) else prefix
         return [before, *head, after, *self.model.tokenize(suffix, special=False), middle]
 
-    def _with_bos(self, tokens: list[int]) -> list[int]:
+    def _with_bos(self, tokens: list[int]) -> tuple[int, ...]:
         model = self.model
-        return [model.bos, *tokens] if model.add_bos and tokens[:1] != [model.bos] else tokens
+        return (model.bos, *tokens) if model.add_bos and tokens[:1] != [model.bos] else tuple(tokens)
 
-    def limit(self, request: GenerationRequest, prompt: int) -> int:
+    def max_reply_tokens(self, request: GenerationRequest, prompt: int) -> int:
         room = self.context - prompt
         return room if request.max_tokens is None else min(request.max_tokens, room)
 
@@ -233,6 +240,28 @@ def detokenize(model: Vocabulary, tokens: Sequence[int]) -> str:
         raise BadRequest(message, param="tokens")
     check_tokens(model, tokens, "tokens")
     return model.detokenize(tokens)
+
+
+def read_embedding_input(model: Vocabulary, entry: Input, context: int) -> Sequence[int]:
+    """Return the tokens of an input, after checking them."""
+    if isinstance(entry, str):
+        size = len(entry.encode("utf-8", "replace"))
+        least = -(-size // model.longest_piece)
+        if least > context and size > MAX_UNCHECKED_BYTES:
+            raise _input_too_long(context, least, "at least ")
+        entry = tuple(model.tokenize_text(entry))
+    else:
+        check_tokens(model, entry, "input")
+    if not entry:
+        raise BadRequest("the input is empty", param="input")
+    if len(entry) > context:
+        raise _input_too_long(context, len(entry))
+    return entry
+
+
+def _input_too_long(context: int, tokens: int, prefix: str = "") -> ContextTooLong:
+    message = f"this model's maximum context length is {context} tokens, but the input has {prefix}{tokens}"
+    return ContextTooLong(message, param="input", tokens=tokens, limit=context)
 
 
 def check_tokens(model: Vocabulary, tokens: Iterable[int], param: str) -> None:

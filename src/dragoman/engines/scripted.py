@@ -18,7 +18,7 @@ import signal
 import time
 import types
 from collections import Counter
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import Generator, Sequence
 from functools import lru_cache
 from typing import Annotated, Self
 
@@ -27,7 +27,8 @@ import msgspec
 from dragoman.core.embeddings import Embedding, Input, map_inputs
 from dragoman.core.engine import Engine, ModelInfo
 from dragoman.core.errors import ContextTooLong, EngineFailed
-from dragoman.core.events import Event, Finished, FinishReason, Started, TextDelta, Usage
+from dragoman.core.events import Event, Finished, FinishReason, Listener, Started, TextDelta, Usage, notify
+from dragoman.core.features import Feature
 from dragoman.core.request import GenerationRequest, Thinking
 from dragoman.core.types import Count
 from dragoman.formats import get_format
@@ -35,8 +36,9 @@ from dragoman.pipeline.split import starts_inside_reasoning
 
 FEATURES = frozenset(
     {
-        *("chat", "completion", "token_prompt", "infill", "count_tokens", "embeddings", "max_tokens", "usage"),
-        *("tools", "strict_tools", "constraint", "thinking", "images"),
+        *(Feature.CHAT, Feature.COMPLETION, Feature.TOKEN_PROMPT, Feature.INFILL, Feature.IMAGES, Feature.EMBEDDINGS),
+        *(Feature.COUNT_TOKENS, Feature.MAX_TOKENS, Feature.USAGE),
+        *(Feature.TOOLS, Feature.STRICT_TOOLS, Feature.CONSTRAINT, Feature.THINKING),
     }
 )
 
@@ -77,7 +79,6 @@ class ScriptedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ScriptedEngine(Engine):
     Options = ScriptedOptions
-    emits_events = True
 
     def __init__(self, name: str = "scripted", options: ScriptedOptions | None = None) -> None:
         self.name = name
@@ -104,7 +105,7 @@ class ScriptedEngine(Engine):
     def supports(self) -> frozenset[str]:
         return FEATURES
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
+    async def deliver(self, request: GenerationRequest, listener: Listener) -> None:
         output = self._find_reply(request.last_user_text)
         thinking = bool(request.messages) and starts_inside_reasoning(self.syntax, output)
         output = self._apply_budget(output, thinking, request.thinking)
@@ -114,7 +115,7 @@ class ScriptedEngine(Engine):
         limit = self._max_reply_tokens(request, prompt_tokens)
         tokens = -(-len(output) // chunk)
         played = tokens if limit is None else min(tokens, limit)
-        fault = self._find_fault(played)
+        fault = self.first_fault if self.first_fault is not None and self.first_fault <= played else None
         end_of_play = played if fault is None else fault
         if self.options.prefill_seconds:
             await asyncio.sleep(self.options.prefill_seconds)
@@ -122,16 +123,19 @@ class ScriptedEngine(Engine):
         ready: tuple[Event, ...] = (Started(prompt_tokens, thinking=thinking),)
         for at in range(0, end_of_play, burst):
             if at:
-                yield ready
+                await notify(listener, ready)
                 ready = ()
-            await (_yield_to_loop() if rate is None else asyncio.sleep(self._delay(started_at, at, rate)))
+            if rate is None:
+                await _yield_to_loop()
+            else:
+                await asyncio.sleep(max(0.0, started_at + (at + burst) / rate - time.monotonic()))
             end = min(at + burst, end_of_play)
             ready += _split_range(output, chunk, at, end) if pieces is None else pieces[at:end]
         if fault is not None:
-            yield ready
+            await notify(listener, ready)
             await self._raise_fault(fault)
         reason: FinishReason = "length" if played < tokens else "stop"
-        yield (*ready, Finished(reason, usage=Usage(prompt=prompt_tokens, completion=played)))
+        await notify(listener, (*ready, Finished(reason, usage=Usage(prompt=prompt_tokens, completion=played))))
 
     def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
         return map_inputs(inputs, self._embedding)
@@ -185,14 +189,6 @@ class ScriptedEngine(Engine):
             raise _too_long(context, prompt_tokens, context - 1, "messages" if request.messages else "prompt")
         left = context - prompt_tokens
         return left if request.max_tokens is None else min(left, request.max_tokens)
-
-    def _find_fault(self, tokens: int) -> int | None:
-        """The number of tokens before the fault; None if the reply ends earlier."""
-        fault = self.first_fault
-        return fault if fault is not None and fault <= tokens else None
-
-    def _delay(self, started_at: float, at: int, rate: float) -> float:
-        return max(0.0, started_at + (at + self.options.burst) / rate - time.monotonic())
 
     async def _raise_fault(self, at: int) -> None:
         options = self.options

@@ -1,7 +1,6 @@
 """Converts a BERT sentence model of Hugging Face to the GGUF format of llama.cpp.
 
     folder := config.json  vocab.txt  model.safetensors
-    file   := "GGUF" version tensors pairs  pair*  tensor*  (padding data)*
 
 Rules
 1. Matrices are stored as float16. Vectors, position and type embeddings stay float32: they are small, and their error
@@ -15,20 +14,19 @@ import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
+from gguf.constants import GGUFValueType
+from gguf.gguf_writer import GGUFWriter
 from numpy.typing import NDArray
 
 from dragoman.core.errors import ConfigError
 
 Array = NDArray[np.generic]
-Value = str | bool | int | float | Sequence[str] | Sequence[int]
+Value = str | bool | int | float | list[str] | list[int]
 
-VERSION, ALIGNMENT = 3, 32
-UINT32, INT32, FLOAT32, BOOL, TEXT, ARRAY = 4, 5, 6, 7, 8, 9
-KINDS = {"float32": 0, "float16": 1}
 NORMAL, CONTROL = 1, 3
 MEAN_POOLING, MOSTLY_HALF_FLOATS = 1, 1
 SPECIAL = {
@@ -79,15 +77,12 @@ def convert(folder: Path, target: Path, name: str) -> None:
         words = (folder / "vocab.txt").read_text("utf-8").split("\n")
         if words[-1] == "":
             words.pop()
-        pairs = _build_metadata(config, words, name)
+        metadata = _build_metadata(config, words, name)
         weights = folder / "model.safetensors"
         tensors = {new: array for name, array in _read_safetensors(weights) if (new := _rename_tensor(name))}
     except (KeyError, ValueError) as error:
         raise ConfigError(f"{name} cannot be converted: {error}") from error
-    with target.open("wb") as file:
-        _write(file, pairs, {name: _convert_array(name, array) for name, array in tensors.items()})
-        file.flush()
-        os.fsync(file.fileno())
+    _write(target, metadata, {name: _convert_array(name, array) for name, array in tensors.items()})
 
 
 def _rename_tensor(name: str) -> str:
@@ -123,7 +118,6 @@ def _build_metadata(config: BertConfig, words: Sequence[str], name: str) -> dict
     special = set(SPECIAL.values())
     ids = {f"tokenizer.ggml.{role}_token_id": words.index(word) for role, word in SPECIAL.items()}
     return {
-        "general.architecture": "bert",
         "general.name": name,
         "general.file_type": MOSTLY_HALF_FLOATS,
         "bert.block_count": config.num_hidden_layers,
@@ -147,35 +141,16 @@ def _convert_token(word: str) -> str:
     return word[2:] if word.startswith("##") else f"▁{word}"
 
 
-def _write(file: BinaryIO, pairs: Mapping[str, Value], tensors: Mapping[str, Array]) -> None:
-    file.write(struct.pack("<4sIQQ", b"GGUF", VERSION, len(tensors), len(pairs)))
-    file.writelines(_encode_text(key) + _encode_value(value) for key, value in pairs.items())
-    offset = 0
+def _write(target: Path, metadata: Mapping[str, Value], tensors: Mapping[str, Array]) -> None:
+    writer = GGUFWriter(target, "bert")
+    for key, value in metadata.items():
+        kind = GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
+        writer.add_key_value(key, value, kind)
     for name, array in tensors.items():
-        sizes = array.shape[::-1]
-        layout = f"<I{len(sizes)}QIQ"
-        file.write(_encode_text(name) + struct.pack(layout, len(sizes), *sizes, KINDS[array.dtype.name], offset))
-        offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-    for array in tensors.values():
-        file.write(bytes(-file.tell() % ALIGNMENT))
-        file.write(array.astype(array.dtype.newbyteorder("<")).tobytes())
-    file.write(bytes(-file.tell() % ALIGNMENT))
-
-
-def _encode_text(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data
-
-
-def _encode_value(value: Value) -> bytes:
-    if isinstance(value, str):
-        return struct.pack("<I", TEXT) + _encode_text(value)
-    if isinstance(value, bool):
-        return struct.pack("<I?", BOOL, value)
-    if isinstance(value, int):
-        return struct.pack("<II", UINT32, value)
-    if isinstance(value, float):
-        return struct.pack("<If", FLOAT32, value)
-    kind = TEXT if isinstance(value[0], str) else INT32
-    entries = (_encode_text(entry) if isinstance(entry, str) else struct.pack("<i", entry) for entry in value)
-    return struct.pack("<IIQ", ARRAY, kind, len(value)) + b"".join(entries)
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with target.open("rb+") as file:
+        os.fsync(file.fileno())

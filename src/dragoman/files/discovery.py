@@ -25,6 +25,7 @@ import re
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -99,7 +100,7 @@ class Discovery:
         """By name in lower case."""
         self._descriptions: dict[_Version, _Description | None] = {}
 
-    def look(self) -> None:
+    def scan(self) -> None:
         """Scan the directories. This blocks: do not call it in the event loop."""
         models: dict[str, DiscoveredModel] = {}
         descriptions: dict[_Version, _Description | None] = {}
@@ -134,11 +135,11 @@ class Discovery:
         by_last_part = [model for model in self.found.values() if _last_part(model.name) == name]
         if len(by_last_part) == 1:
             return by_last_part[0]
-        models = self.called(name)
+        models = self.find_all(name)
         is_unique = len({model.base.lower() for model in models}) == 1
         return max(models, key=lambda model: model.size) if is_unique else None
 
-    def called(self, name: str) -> list[DiscoveredModel]:
+    def find_all(self, name: str) -> list[DiscoveredModel]:
         """Return all models that a name in lower case may mean. Different base names mean that it is ambiguous."""
         base, _, tag = name.partition(":")
         tagged = [
@@ -174,73 +175,81 @@ def _find_entries(folders: Sequence[Path]) -> Iterator[_Entry]:
     for follow_links in (False, True):
         for folder in folders:
             try:
-                root = folder.resolve(strict=True)
+                walk = _Walk(folder.resolve(strict=True), follow_links)
             except OSError:
                 continue  # the directory does not exist yet
-            yield from _skip_seen(_walk(_Walk(root), root, MAX_DEPTH, follow_links), seen)
-
-
-def _skip_seen(entries: Iterator[_Entry], seen: set[tuple[int, int]]) -> Iterator[_Entry]:
-    for entry in entries:
-        try:
-            status = entry.path.stat()
-        except OSError:
-            continue
-        if (status.st_dev, status.st_ino) not in seen:
-            seen.add((status.st_dev, status.st_ino))
-            yield entry
+            for entry in walk.find(walk.root, MAX_DEPTH):
+                try:
+                    status = entry.path.stat()
+                except OSError:
+                    continue
+                if (status.st_dev, status.st_ino) not in seen:
+                    seen.add((status.st_dev, status.st_ino))
+                    yield entry
 
 
 class _Walk:
-    """The state of one walk below a root."""
+    """One walk below a root."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, follow_links: bool) -> None:
         self.root = root
-        self.folders: set[Path] = set()
-        self.entries_left = MAX_FILES
+        self._follow_links = follow_links
+        self._visited: set[Path] = set()
+        self._entries_left = MAX_FILES
 
+    def find(self, folder: Path, depth: int) -> Iterator[_Entry]:
+        real = folder.resolve()
+        if real in self._visited:
+            return
+        self._visited.add(real)
+        paths = self._list(folder)
+        files = [path for path, mode in paths.items() if stat.S_ISREG(mode)]
+        weights = tuple(path for path in files if path.suffix in (".safetensors", ".bin"))
+        if folder != self.root and weights and any(folder / name in files for name in DESCRIPTION_FILES):
+            yield _Entry(self._name(folder), folder, "folder", weights)
+        yield from self._gguf_entries([path for path in files if path.suffix.lower() == ".gguf"])
+        for path, mode in paths.items():
+            if depth and stat.S_ISDIR(mode):
+                yield from self.find(path, depth - 1)
 
-def _walk(walk: _Walk, folder: Path, depth: int, follow_links: bool) -> Iterator[_Entry]:
-    real = folder.resolve()
-    if real in walk.folders:
-        return
-    walk.folders.add(real)
-    root = walk.root
-    files, folders = _list(walk, folder, follow_links)
-    weights = tuple(path for path in files if path.suffix in (".safetensors", ".bin"))
-    if folder != root and weights and any(folder / name in files for name in DESCRIPTION_FILES):
-        yield _Entry(_model_name(root, folder), folder, "folder", weights)
-    yield from _gguf_entries(root, [path for path in files if path.suffix.lower() == ".gguf"], follow_links)
-    if depth:
-        for path in folders:
-            yield from _walk(walk, path, depth - 1, follow_links)
-
-
-def _list(walk: _Walk, folder: Path, follow_links: bool) -> tuple[list[Path], list[Path]]:
-    """Return the sorted regular files and directories that are inside the root. Hidden ones are left out."""
-    try:
-        with os.scandir(folder) as scanned:
-            names = sorted(entry.name for entry in islice(scanned, walk.entries_left))
-    except OSError as error:
-        _warn_once(f"the directory {str(folder)!a} cannot be read: {error.strerror}")
-        return [], []
-    walk.entries_left -= len(names)
-    if not walk.entries_left:
-        _warn_once(f"{str(walk.root)!a} has more than {MAX_FILES} files and directories; the rest is ignored")
-    files, folders = [], []
-    for name in names:
-        path = folder / name
-        if name.startswith(".") or not _is_utf8(path) or not _is_inside(walk.root, path, follow_links):
-            continue
+    def _list(self, folder: Path) -> dict[Path, int]:
+        """Return the sorted paths that are inside the root, with their modes. Hidden ones are left out."""
         try:
-            mode = path.stat().st_mode
-        except OSError:
-            continue
-        if stat.S_ISREG(mode):
-            files.append(path)
-        elif stat.S_ISDIR(mode):
-            folders.append(path)
-    return files, folders
+            with os.scandir(folder) as scanned:
+                names = sorted(entry.name for entry in islice(scanned, self._entries_left))
+        except OSError as error:
+            _warn_once(f"the directory {str(folder)!a} cannot be read: {error.strerror}")
+            return {}
+        self._entries_left -= len(names)
+        if not self._entries_left:
+            _warn_once(f"{str(self.root)!a} has more than {MAX_FILES} files and directories; the rest is ignored")
+        found = {}
+        for path in (folder / name for name in names if not name.startswith(".")):
+            # A broken link or a loop is left out.
+            with suppress(OSError, RuntimeError):
+                if _is_utf8(path) and self._is_inside(path):
+                    found[path] = path.stat().st_mode
+        return found
+
+    def _is_inside(self, path: Path) -> bool:
+        return not path.is_symlink() or (self._follow_links and path.resolve(strict=True).is_relative_to(self.root))
+
+    def _gguf_entries(self, files: Sequence[Path]) -> Iterator[_Entry]:
+        for path in files:
+            part = PART.fullmatch(path.stem)
+            if part is None:
+                yield _Entry(self._name(path.with_suffix("")), path, "gguf", (path,))
+            elif int(part["at"]) == 1:
+                parts = list_parts(path)
+                missing = [file.name for file in parts if file not in files]
+                if not missing:
+                    yield _Entry(self._name(path.with_name(part["stem"])), path, "gguf", tuple(parts))
+                elif self._follow_links:
+                    # Only this walk follows links to the other parts.
+                    _warn_once(f"{path} is not complete: {', '.join(missing[:3])} missing")
+
+    def _name(self, path: Path) -> str:
+        return re.sub(r"[\s\x00-\x1f\x7f-\x9f]+", "-", path.relative_to(self.root).as_posix())
 
 
 def _is_utf8(path: Path) -> bool:
@@ -252,37 +261,10 @@ def _is_utf8(path: Path) -> bool:
     return True
 
 
-def _is_inside(root: Path, path: Path, follow_links: bool) -> bool:
-    try:
-        return not path.is_symlink() or (follow_links and path.resolve(strict=True).is_relative_to(root))
-    except (OSError, RuntimeError):
-        return False  # a broken link or a loop
-
-
-def _gguf_entries(root: Path, files: Sequence[Path], follow_links: bool) -> Iterator[_Entry]:
-    for path in files:
-        part = PART.fullmatch(path.stem)
-        if part is None:
-            yield _Entry(_model_name(root, path.with_suffix("")), path, "gguf", (path,))
-        elif int(part["at"]) == 1:
-            parts = list_parts(path)
-            missing = [file.name for file in parts if file not in files]
-            if missing:
-                # Only the second walk follows links to the other parts.
-                if follow_links:
-                    _warn_once(f"{path} is not complete: {', '.join(missing[:3])} missing")
-                continue
-            yield _Entry(_model_name(root, path.with_name(part["stem"])), path, "gguf", tuple(parts))
-
-
 @lru_cache(maxsize=1000)
 def _warn_once(message: str) -> None:
     """Log a warning once, although the directories are scanned again and again."""
     log.warning("%s", message)
-
-
-def _model_name(root: Path, path: Path) -> str:
-    return re.sub(r"[\s\x00-\x1f\x7f-\x9f]+", "-", path.relative_to(root).as_posix())
 
 
 def _describe(entry: _Entry) -> _Description | None:

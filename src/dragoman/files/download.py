@@ -23,22 +23,23 @@ import http
 import logging
 import math
 import os
-import re
 import shutil
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
-from urllib.parse import unquote, urlsplit, urlunsplit
+from typing import TYPE_CHECKING, BinaryIO
+from urllib.parse import urlsplit, urlunsplit
 
-import httpx
 import msgspec
 
-from dragoman.core.errors import DECODE_ERRORS, ConfigError, truncate
-from dragoman.core.urls import basic_authorization
+from dragoman.core.errors import DECODE_ERRORS, ConfigError
+from dragoman.core.urls import basic_authorization, display_source
 from dragoman.files.gguf import MAGIC, check_gguf
+
+if TYPE_CHECKING:
+    import httpx
 
 log = logging.getLogger("dragoman.files.sources")
 
@@ -52,15 +53,8 @@ RESERVED_BYTES = 256 * 1024 * 1024
 ATTEMPTS = 5
 """In a row without progress."""
 PROGRESS_SECONDS = 5.0
-MAX_NAME_BYTES = 200
-"""Bytes of the name of a file or folder. The names of the files beside it are a little longer; 255 is the limit."""
-NAME_SUFFIX_LENGTH = 160
-"""Characters of the end of a longer name that are kept."""
-MAX_PATH_LENGTH = 2000
-"""Characters of a path."""
 MAX_EXCERPT = 60
 """Characters of an unexpected body in an error."""
-_HASH = re.compile(r"[0-9a-f]{64}")
 
 
 class Download(msgspec.Struct, frozen=True):
@@ -80,28 +74,6 @@ class DownloadState(msgspec.Struct, frozen=True):
     version: str | None = None
     sha256: str | None = None
     size: int | None = None
-
-
-def split_hash(source: str) -> tuple[str, str | None]:
-    """Split `#sha256=...` from a source."""
-    plain, mark, digest = source.partition("#sha256=")
-    if mark and not _HASH.fullmatch(digest.lower()):
-        raise ConfigError(f"{display_source(plain)}: expected 64 hexadecimal digits after #sha256=")
-    return plain, digest.lower() if mark else None
-
-
-def display_source(source: str) -> str:
-    """Return a source for messages: an address without its login and query."""
-    try:
-        parts = urlsplit(source)
-    except ValueError:
-        return "an invalid address"
-    if not parts.netloc:
-        return truncate(source)
-    query = "..." if parts.query else ""
-    login = "***@" if "@" in parts.netloc else ""
-    host = parts.netloc.rpartition("@")[2]
-    return truncate(urlunsplit((parts.scheme, login + host, parts.path, query, "")))
 
 
 def is_complete(path: Path) -> bool:
@@ -152,6 +124,9 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _download_part(download: Download, part: Path, progress: Progress) -> None:
     """Resume until the file is complete. Give up after `ATTEMPTS` without progress."""
+    # Importing httpx takes a quarter of the time that a server needs to start, and few downloads happen.
+    import httpx
+
     attempts = 0
     while True:
         before = part.stat().st_size if part.is_file() else 0
@@ -182,6 +157,8 @@ class _RetryError(Exception):
 
 async def _receive(download: Download, part: Path, progress: Progress) -> bool:
     """Make one attempt. Return whether the file is complete."""
+    import httpx
+
     offset, version = _find_resume_point(download, part)
     # A compressed body could not be resumed, and could expand to more bytes than announced.
     headers = {**download.headers, "accept-encoding": "identity"}
@@ -205,7 +182,9 @@ def _find_resume_point(download: Download, part: Path) -> tuple[int, str | None]
     return part.stat().st_size, known.version
 
 
-async def _send_request(client: httpx.AsyncClient, download: Download, headers: Mapping[str, str]) -> httpx.Response:
+async def _send_request(
+    client: "httpx.AsyncClient", download: Download, headers: Mapping[str, str]
+) -> "httpx.Response":
     """Follow redirects and return the response, with its body unread."""
     login = basic_authorization(urlsplit(download.url))
     request = client.build_request(
@@ -228,11 +207,11 @@ async def _send_request(client: httpx.AsyncClient, download: Download, headers: 
     raise ConfigError(f"{display_source(download.url)}: the server redirects more than {MAX_REDIRECTS} times")
 
 
-def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
+def _origin(url: "httpx.URL") -> tuple[str, str, int | None]:
     return url.scheme, url.host, url.port or {"http": 80, "https": 443}.get(url.scheme)
 
 
-async def _save(download: Download, response: httpx.Response, part: Path, offset: int, progress: Progress) -> bool:
+async def _save(download: Download, response: "httpx.Response", part: Path, offset: int, progress: Progress) -> bool:
     if response.status_code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
         return _check_unsatisfiable(response, part, offset)
     file, total = _open_part(download, response, part, offset)
@@ -245,7 +224,7 @@ async def _save(download: Download, response: httpx.Response, part: Path, offset
         return total is None or file.tell() == total
 
 
-def _check_unsatisfiable(response: httpx.Response, part: Path, offset: int) -> bool:
+def _check_unsatisfiable(response: "httpx.Response", part: Path, offset: int) -> bool:
     """Return whether the part is the whole file. Otherwise it belongs to another version and is removed."""
     if response.headers.get("content-range", "").rpartition("/")[2] == str(offset):
         return True
@@ -253,7 +232,7 @@ def _check_unsatisfiable(response: httpx.Response, part: Path, offset: int) -> b
     return False
 
 
-def _open_part(download: Download, response: httpx.Response, part: Path, offset: int) -> tuple[BinaryIO, int | None]:
+def _open_part(download: Download, response: "httpx.Response", part: Path, offset: int) -> tuple[BinaryIO, int | None]:
     """Open the file for the body. Also return its final size, if the server announces one."""
     if not response.is_success:
         message = f"the server answered {response.status_code} {response.reason_phrase[:100]}"
@@ -276,29 +255,20 @@ def _open_part(download: Download, response: httpx.Response, part: Path, offset:
 
 
 async def _copy(
-    download: Download, response: httpx.Response, file: BinaryIO, total: int | None, progress: Progress
+    download: Download, response: "httpx.Response", file: BinaryIO, total: int | None, progress: Progress
 ) -> None:
     blocks = response.aiter_raw()
     reported_at = time.monotonic()
-    head: bytes | None = b"" if file.tell() == 0 else None
+    block: bytes | None = b"" if file.tell() else await _read_head(download, response, blocks)
     while True:
         received = 0
         async with asyncio.timeout(TIMEOUT_SECONDS):
             while received < MIN_BYTES:
-                block = await anext(blocks, None)
                 if block is None:
-                    if head is not None:
-                        raise _not_gguf(download, response, head)
                     return
                 received += len(block)
-                if head is not None:
-                    head += block
-                    if len(head) < len(MAGIC):
-                        continue
-                    if not head.startswith(MAGIC):
-                        raise _not_gguf(download, response, head)
-                    block, head = head, None
                 file.write(block)
+                block = await anext(blocks, None)
                 if file.tell() > (download.size or math.inf):
                     raise ConfigError(
                         f"{display_source(download.url)}: the server sends more than the file's {download.size} bytes"
@@ -310,6 +280,17 @@ async def _copy(
             progress(f"{file.tell() / 1e6:.0f}{share} MB of {download.path.name}")
 
 
+async def _read_head(download: Download, response: "httpx.Response", blocks: AsyncIterator[bytes]) -> bytes:
+    """Return the first blocks, which must be those of a GGUF file."""
+    head = b""
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        while len(head) < len(MAGIC) and (block := await anext(blocks, None)):
+            head += block
+    if not head.startswith(MAGIC):
+        raise _not_gguf(download, response, head)
+    return head
+
+
 def _check_disk_space(part: Path, needed: int) -> None:
     free = shutil.disk_usage(part.parent).free
     if needed > free - RESERVED_BYTES:
@@ -319,7 +300,7 @@ def _check_disk_space(part: Path, needed: int) -> None:
         )
 
 
-def _not_gguf(download: Download, response: httpx.Response, head: bytes) -> ConfigError:
+def _not_gguf(download: Download, response: "httpx.Response", head: bytes) -> ConfigError:
     """Describe what the server sent instead of a GGUF file."""
     kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()[:MAX_EXCERPT]
     text = head.lstrip()[:MAX_EXCERPT].decode("utf-8", "replace")
@@ -376,30 +357,3 @@ def _hash_url(url: str) -> str:
 def _without_login(url: str) -> str:
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-
-
-def local_path(url: str, folder: Path) -> Path:
-    """Return the path for an address: the host, then the directories of its path."""
-    try:
-        parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
-    except ValueError as error:
-        raise ConfigError(f"{display_source(url)} is not a valid address: {error}") from error
-    names = [_safe_name(name) for name in unquote(parts.path).split("/") if name.strip(". ")]
-    if not host or not names:
-        raise ConfigError(f"{display_source(url)}: expected the address of a .gguf file")
-    last = names[-1].removesuffix(".gguf")
-    if parts.query:
-        last += "-" + hashlib.sha256(parts.query.encode()).hexdigest()[:8]
-    path = folder.joinpath(_safe_name(parts.netloc.rpartition("@")[2]), *names[:-1], f"{last}.gguf")
-    if len(str(path)) > MAX_PATH_LENGTH:
-        raise ConfigError(f"{display_source(url)}: the address is too long for a path here")
-    return path
-
-
-def _safe_name(name: str) -> str:
-    """Return a valid file name. A long name keeps its end, which has the number of a split file."""
-    safe = re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".") or "_"
-    if len(safe) <= MAX_NAME_BYTES:
-        return safe
-    return f"{hashlib.sha256(safe.encode()).hexdigest()[:12]}-{safe[-NAME_SUFFIX_LENGTH:]}"

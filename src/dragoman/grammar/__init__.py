@@ -6,11 +6,10 @@ call_grammar   the grammar of tool calls, for every call syntax
 argument_values  the grammar of arguments that are not one JSON text
 lark           building blocks of grammar text
 schema         the part of a JSON schema that can be enforced
-schema_walk    subschemas, paths and references
-subschemas     one schema of a document with only the definitions it refers to
-patterns, number_bounds, finiteness  keywords that need a closer check
+schema_walk    subschemas, paths, references and endless recursion
+schema_limits  patterns and numbers that can be enforced
 schema_check   validation of finished replies against keywords that were not enforced
 masks          grammars over a vocabulary, and token masks
-grammar_trial, trial_client, trial_server  compiling untrusted grammars in a separate process
+trial_client, trial_server  compiling untrusted grammars in a separate process
 lru_cache      a bounded cache
 """

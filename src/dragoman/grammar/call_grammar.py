@@ -64,15 +64,11 @@ class CallGrammar:
 
     def reply_calls(self, entry: CallSection, parallel: bool) -> str:
         """All calls of a reply."""
-        section = self.section(entry, parallel)
+        parts = (self.rules.literal(entry.open), self.section_body(entry, parallel))
+        section = " ".join(part for part in parts if part != '""')
         if parallel and not entry.multiple:
             return f"{section} ({GAP} {section}){{0,{MAX_CALLS - 1}}}"
         return section
-
-    def section(self, entry: CallSection, parallel: bool) -> str:
-        return " ".join(
-            part for part in (self.rules.literal(entry.open), self.section_body(entry, parallel)) if part != '""'
-        )
 
     def section_body(self, entry: CallSection, parallel: bool, bracket_open: bool = False) -> str:
         """A section without its opening marker. `bracket_open`: the bracket of its array is part of the marker."""
@@ -119,7 +115,7 @@ class CallGrammar:
             return self._tagged(call, tool)
         document = self._document(tool)
         if isinstance(call, Pythonic):
-            head = self.rules.add_terminal("HEAD", f"{prefix} {quote(tool.name + '(')}")
+            head = self.rules.add_rule("HEAD", f"{prefix} {quote(tool.name + '(')}")
             return f'{head} {PythonArguments(self.rules, document).body()} ")"'
         assert isinstance(call, Braced)
         begin = self.rules.literal(f"{call.prefix}{tool.name}{{")
@@ -128,9 +124,7 @@ class CallGrammar:
     def _json_call(self, call: JsonCall, tool: ToolGrammar, prefix: str) -> str:
         keys = [quote(quote(key)) for key in (call.name[0], call.arguments[0])]
         name, colon, comma = quote(quote(tool.name)), f'{SPACE} ":" {SPACE}', f'{SPACE} "," {SPACE}'
-        head = self.rules.add_terminal(
-            "HEAD", f'{prefix} "{{" {SPACE} {keys[0]} {colon} {name} {comma} {keys[1]} {colon}'
-        )
+        head = self.rules.add_rule("HEAD", f'{prefix} "{{" {SPACE} {keys[0]} {colon} {name} {comma} {keys[1]} {colon}')
         return f'{head} {self.arguments(tool)} {SPACE} "}}"'
 
     def _tagged(self, call: Tagged, tool: ToolGrammar) -> str:

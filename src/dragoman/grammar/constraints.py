@@ -10,25 +10,25 @@ Rules
 """
 
 import asyncio
-from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 
 import msgspec
 
 from dragoman.core.errors import ENCODE_ERRORS, InvalidSchema, error_class
+from dragoman.core.fair_semaphore import FairSemaphore
 from dragoman.core.request import GenerationRequest
-from dragoman.grammar.grammar_trial import TrialJob, TrialModel
 from dragoman.grammar.lru_cache import LruCache
 from dragoman.grammar.masks import GrammarCache, Guide, build_tokenizer
 from dragoman.grammar.reply_grammar import GrammarModel, ReplyGrammar, constraint_param
 from dragoman.grammar.trial_client import TrialClient
-from dragoman.grammar.trial_server import CPU_SECONDS, MEMORY_BYTES
+from dragoman.grammar.trial_server import CPU_SECONDS, MEMORY_BYTES, TrialJob, TrialModel, TrialOutcome
 
 MAX_CONCURRENT = 4
 """Concurrent trials and compilations."""
-MAX_PER_CALLER = 2
+MAX_PER_CALLER = min(2, (os.cpu_count() or 1) // 2) or 1
+"""A caller takes at most half of the processors."""
 MAX_CACHED = 256
 MAX_BYTES = 16 * 1024 * 1024
 """Of all cached grammars together with their jobs."""
@@ -45,26 +45,19 @@ class CompiledConstraint(msgspec.Struct, frozen=True):
     guide: Guide
 
 
-class _TrialResult(msgspec.Struct, frozen=True):
-    """The result of a passed trial. `shape` is None if the reply is unrestricted."""
-
-    shape: ReplyGrammar | None
-    memory: int
-
-
 class ConstraintCompiler:
     """Compiles and caches the constraints of one model. Not thread-safe: use it in one event loop."""
 
     def __init__(
         self,
-        speaker: GrammarModel,
+        model: GrammarModel,
         pieces: Sequence[bytes],
         control: frozenset[int],
         tokenize: Callable[[str], Sequence[int]],
     ) -> None:
-        self.grammars = GrammarCache(build_tokenizer(pieces, control, speaker.ends, tokenize))
-        self.trials = TrialClient(lambda: TrialModel(tuple(pieces), control, speaker))
-        self._results: LruCache[_TrialResult] = LruCache(MAX_CACHED, MAX_BYTES)
+        self.grammars = GrammarCache(build_tokenizer(pieces, control, model.ends, tokenize))
+        self.trials = TrialClient(lambda: TrialModel(tuple(pieces), control, model))
+        self._results: LruCache[TrialOutcome] = LruCache(MAX_CACHED, MAX_BYTES)
         self._semaphore = FairSemaphore(MAX_CONCURRENT, MAX_PER_CALLER)
         self._threads = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="dragoman-compile")
 
@@ -89,15 +82,15 @@ class ConstraintCompiler:
         await self.trials.close()
         await asyncio.to_thread(self._threads.shutdown)
 
-    async def _run_trial(self, job: bytes, param: str) -> _TrialResult:
+    async def _run_trial(self, job: bytes, param: str) -> TrialOutcome:
         outcome = await self.trials.run(job)
         if outcome is None:
             raise InvalidSchema(f"{param}: {TOO_COMPLEX}", param=param)
         if outcome.failure is not None:
-            raise error_class(outcome.failure.name)(outcome.failure.message, param=outcome.failure.param)
-        result = _TrialResult(outcome.shape, outcome.memory)
-        self._results.put(job, result, 0 if outcome.shape is None else len(outcome.shape.grammar))
-        return result
+            name, message, failed_param = outcome.failure
+            raise error_class(name)(message, param=failed_param)
+        self._results.put(job, outcome, 0 if outcome.shape is None else len(outcome.shape.grammar))
+        return outcome
 
     async def _compile(self, shape: ReplyGrammar, memory: int) -> CompiledConstraint:
         loop = asyncio.get_running_loop()
@@ -108,51 +101,6 @@ class ConstraintCompiler:
             # Native code cannot be interrupted. It takes no longer than the trial did.
             await asyncio.wait((compiling,))
             raise
-
-
-class FairSemaphore:
-    """Limits concurrent work in total and per caller. Waiting callers are served in rotation. Not thread-safe."""
-
-    def __init__(self, total: int, per_caller: int) -> None:
-        self._free = total
-        self._per_caller = per_caller
-        self._running: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-
-    @asynccontextmanager
-    async def acquire(self, caller: str) -> AsyncGenerator[None, None]:
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(caller, deque()).append(granted)
-        self._grant()
-        try:
-            await granted
-            yield
-        finally:
-            # `_grant` skips a request that was cancelled while it waited.
-            if not granted.cancelled():
-                self._release(caller)
-
-    def _grant(self) -> None:
-        while self._free:
-            caller = next((name for name in self._waiting if self._running[name] < self._per_caller), None)
-            if caller is None:
-                return
-            # Serve another waiting caller next.
-            self._waiting.move_to_end(caller)
-            granted = self._waiting[caller].popleft()
-            if not self._waiting[caller]:
-                del self._waiting[caller]
-            if not granted.cancelled():
-                self._running[caller] += 1
-                self._free -= 1
-                granted.set_result(None)
-
-    def _release(self, caller: str) -> None:
-        self._running[caller] -= 1
-        if not self._running[caller]:
-            del self._running[caller]
-        self._free += 1
-        self._grant()
 
 
 def _encode_job(job: TrialJob, param: str) -> bytes:

@@ -56,12 +56,7 @@ class RuleSet:
         self._split = re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
 
     def add_rule(self, hint: str, body: str, options: str = "") -> str:
-        return self._define(hint, body, options)
-
-    def add_terminal(self, hint: str, body: str) -> str:
-        return self._define(hint.upper(), body, "")
-
-    def _define(self, hint: str, body: str, options: str) -> str:
+        """Return the name of a rule with this body. A hint in capitals makes it a terminal."""
         name = self.names.setdefault((hint, body, options), f"{hint}_{len(self.lines)}")
         if name == f"{hint}_{len(self.lines)}":
             self._add_size(len(body))
@@ -92,7 +87,7 @@ class RuleSet:
             )
         if letters:
             # The letters may also occur in the text. Only the token after them ends it.
-            before = self.add_terminal("UNTIL", f"{before} & /(?s:.*){escape_regex(letters)}/")
+            before = self.add_rule("UNTIL", f"{before} & /(?s:.*){escape_regex(letters)}/")
         until = self.add_rule(
             "until", f"{before} {self._term(control)}", f"[{capture_option}]" if capture_option else ""
         )

@@ -4,18 +4,20 @@ Rules
 1. A vocabulary is built once per model. A grammar is compiled once and cached with its first mask. Each reply has its
    own matcher.
 2. Compiling and masking release the GIL. They must not run in the event loop.
-3. A grammar is compiled here only after a trial (`grammar_trial`) has compiled it within its limits.
+3. A grammar is compiled here only after a trial (`trial_server`) has compiled it within its limits.
 4. A reply fails if one mask needs too much work or if all its masks together take too long, because other replies
    decode in the same step. The error is InvalidSchema because the caller sent the grammar.
 5. Replies with the same grammar share its lexer, whose number of states is limited. After a reply has failed, the
    grammar is compiled again for the next one.
+6. Where the grammar leaves no choice, llguidance tokenizes the required text and allows only its first token. The
+   tokens must spell exactly that text. If the vocabulary lacks one of its bytes, the reply fails there.
 """
 
 import re
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
-import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
@@ -24,6 +26,7 @@ from dragoman.core.errors import DragomanError, EngineFailed, InvalidSchema
 from dragoman.grammar.lru_cache import LruCache
 
 Mask = NDArray[np.int32]
+Tokenize = Callable[[str], Sequence[int]]
 
 MAX_GRAMMARS = 32
 MAX_BYTES = 256 * 1024 * 1024
@@ -45,34 +48,54 @@ _INVALID_REGEX = re.compile(r'invalid regex ".*"(?= \(in regex\))')
 _ERROR_LINE = re.compile(r"^error: (.+)$", re.MULTILINE)
 
 REJECTED = "doesn't satisfy the grammar"
-"""Part of llguidance's error for a token that its mask does not allow."""
+"""Part of llguidance's error for a token that does not fit."""
+UNWRITABLE = "the model's vocabulary cannot write the required text"
 
 CONTROL_PREFIX = b"\xff"
 """Put before the name of a control token so that no text matches it."""
 
 
-class _VocabularyAdapter(msgspec.Struct, frozen=True):
+class _VocabularyAdapter:
     """A vocabulary in the form that llguidance's TokenizerWrapper requires."""
 
-    tokens: Sequence[bytes]
-    special_token_ids: Sequence[int]
-    bos_token_id: int
-    eos_token_id: int
-    tokenize: Callable[[str], Sequence[int]]
+    def __init__(self, tokens: Sequence[bytes], control: frozenset[int], end: int, tokenize: Tokenize) -> None:
+        self.tokens = tokens
+        self.special_token_ids = sorted(control)
+        self.bos_token_id = self.eos_token_id = end
+        self.tokenize = tokenize
 
-    def __call__(self, text: bytes | str) -> Sequence[int]:
-        return self.tokenize(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
+    def __call__(self, text: bytes) -> Sequence[int]:
+        """The model's tokenizer may normalize characters or drop bytes. Then the longest matches are used instead."""
+        tokens = self.tokenize(text.decode())
+        is_exact = b"".join([self.tokens[token] for token in tokens]) == text
+        return tokens if is_exact else self._longest_matches(text)
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {piece: token for token, piece in enumerate(self.tokens) if piece}
+
+    def _longest_matches(self, text: bytes) -> list[int]:
+        longest = max(map(len, self._ids))
+        found: list[int] = []
+        start = 0
+        while start < len(text):
+            ends = range(min(start + longest, len(text)), start, -1)
+            end = next((end for end in ends if text[start:end] in self._ids), None)
+            if end is None:
+                break
+            found.append(self._ids[text[start:end]])
+            start = end
+        return found
 
 
 def build_tokenizer(
-    pieces: Sequence[bytes], control: frozenset[int], ends: frozenset[int], tokenize: Callable[[str], Sequence[int]]
+    pieces: Sequence[bytes], control: frozenset[int], ends: frozenset[int], tokenize: Tokenize
 ) -> LLTokenizer:
     tokens = [CONTROL_PREFIX + piece if token in control else piece for token, piece in enumerate(pieces)]
     # llguidance requires an end token. If the model has none, token 0 stands in: it is allowed only where the reply may
     # end, and then the reply is complete.
     stops = sorted(ends) or [0]
-    wrapped = TokenizerWrapper(_VocabularyAdapter(tokens, sorted(control), stops[0], stops[0], tokenize))
-    return LLTokenizer(wrapped, eos_token=stops)
+    return LLTokenizer(TokenizerWrapper(_VocabularyAdapter(tokens, control, stops[0], tokenize)), eos_token=stops)
 
 
 class CompiledGrammar:
@@ -92,58 +115,63 @@ class Guide:
         self.param = param
         self.matcher = compiled.matcher.deep_copy()
         self.mask = compiled.mask
-        self.stale = False
+        self.is_stale = False
         self.seconds = 0.0
         self.tokens = 0
         self.error: DragomanError | None = None
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the reply must end here."""
         return self.matcher.is_stopped()
 
     @property
-    def accepting(self) -> bool:
+    def is_accepting(self) -> bool:
         """Whether the reply may end here."""
         return self.matcher.is_accepting()
 
-    def lets(self, tokens: Sequence[int]) -> bool:
+    def allows(self, tokens: Sequence[int]) -> bool:
         """Whether the tokens may follow in this order."""
-        return self.fitting(tokens) == len(tokens)
+        return self.count_allowed(tokens) == len(tokens)
 
-    def fitting(self, tokens: Sequence[int]) -> int:
-        """How many of the tokens may follow, counted from the first."""
+    def count_allowed(self, tokens: Sequence[int]) -> int:
+        """Return how many of the tokens may follow, counted from the first."""
         return self.matcher.validate_tokens(list(tokens))
 
-    def take(self, token: int) -> None:
-        """Advance by one token. `compute` must run before the next mask is used."""
+    def advance(self, token: int) -> None:
+        """Advance by one token. `compute_mask` must run before the next mask is used."""
         start = time.thread_time()
-        accepted = self.matcher.consume_token(token)
+        is_accepted = self.matcher.consume_token(token)
         self.seconds += time.thread_time() - start
-        if not accepted:
-            problem = _first_line(self.matcher.get_error())
-            if REJECTED in problem:
-                raise EngineFailed(f"the model produced a token that the grammar does not allow: {problem}")
-            raise self._failure(problem)
+        if not is_accepted:
+            raise self._rejection(token, _first_line(self.matcher.get_error()))
         self.tokens += 1
-        self.stale = True
+        self.is_stale = True
 
-    def compute(self) -> None:
-        """Compute the next mask. It runs while the model decodes; `allowed` raises its error."""
+    def _rejection(self, token: int, problem: str) -> DragomanError:
+        if REJECTED not in problem:
+            return self._failure(problem)
+        if not self.is_stale and self.mask[token // 32] >> (token % 32) & 1:
+            # The mask allowed the token, because llguidance skips bytes that the vocabulary lacks.
+            return self._failure(UNWRITABLE)
+        return EngineFailed(f"the model produced a token that the grammar does not allow: {problem}")
+
+    def compute_mask(self) -> None:
+        """Compute the next mask. It runs while the model decodes; `allowed_tokens` raises its error."""
         start = time.thread_time()
         mask = np.zeros_like(self.mask)
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        self.mask, self.stale = mask, False
+        self.mask, self.is_stale = mask, False
         self.seconds += time.thread_time() - start
         if self.matcher.is_error():
-            self.error = self._failure(_first_line(self.matcher.get_error()))
+            self.error = self._failure(_error_message(self.matcher.get_error()))
         elif self.seconds > BASE_SECONDS + self.tokens * TOKEN_SECONDS:
             self.error = self._failure("the grammar is too complex")
 
-    def allowed(self, size: int) -> NDArray[np.bool_]:
+    def allowed_tokens(self, size: int) -> NDArray[np.bool_]:
         """Return a boolean for each token: may it come next?"""
-        if self.stale:
-            self.compute()
+        if self.is_stale:
+            self.compute_mask()
         if self.error is not None:
             raise self.error
         return np.unpackbits(self.mask.view(np.uint8), count=size, bitorder="little").view(np.bool_)
@@ -153,7 +181,7 @@ class Guide:
         message = f"{self.param}: the reply can no longer be constrained: {problem}; simplify the constraint"
         return InvalidSchema(message, param=self.param)
 
-    def captures(self) -> list[tuple[str, bytes]]:
+    def get_captures(self) -> list[tuple[str, bytes]]:
         return self.matcher.get_captures()
 
 

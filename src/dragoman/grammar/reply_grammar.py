@@ -7,7 +7,8 @@
 
 Rules
 1. One grammar covers everything that a reply may be. The result is None if the reply is unrestricted.
-2. Calls use the first call section of the format. A format without calls uses bare JSON if a call is required.
+2. Required calls use the first call section of the format; optional ones any with a marker, or a bare first section. A
+   format without calls uses bare JSON if a call is required.
 3. With a constraint and tools, the reply is one or the other. With tool_choice "none", it is text without calls.
 4. Reasoning comes first if the prompt has opened it or if the model may reason.
 """
@@ -20,6 +21,7 @@ import msgspec
 from llguidance import regex_to_lark
 
 from dragoman.core.errors import BadRequest, InvalidSchema
+from dragoman.core.features import Feature
 from dragoman.core.request import Constraint, GenerationRequest, Grammar, JsonObject, JsonSchema, OneOf, Regex, Tool
 from dragoman.formats.bare_json import JSON
 from dragoman.formats.syntax import Channels, JsonCall, ModelFormat, reasoning_tags
@@ -32,9 +34,9 @@ from dragoman.grammar.call_grammar import (
     section_openers,
 )
 from dragoman.grammar.lark import ANY_TEXT, GAP, RuleSet, escape_regex, one_of, quote
-from dragoman.grammar.patterns import MAX_PATTERN, MAX_REPEATS, count_repeats, max_repeat_count
 from dragoman.grammar.schema import json_directive, prepare_schema
 from dragoman.grammar.schema_check import SchemaCheck
+from dragoman.grammar.schema_limits import MAX_PATTERN, MAX_REPEATS, count_repeats, max_repeat_count
 from dragoman.grammar.schema_walk import rebase_refs
 
 MAX_GRAMMAR = 64 * 1024
@@ -68,31 +70,32 @@ class GrammarModel(msgspec.Struct, frozen=True):
     thinks: bool = False
 
 
-def build_reply_grammar(request: GenerationRequest, speaker: GrammarModel, *, opened: bool) -> ReplyGrammar | None:
+def build_reply_grammar(request: GenerationRequest, model: GrammarModel, *, opened: bool) -> ReplyGrammar | None:
     """Return the grammar of the reply, or None if it is unrestricted. `opened`: the prompt ends inside reasoning."""
     if request.constraint is None and not request.tools:
         return None
-    return _ReplyGrammarBuilder(request, speaker, opened).build()
+    return _ReplyGrammarBuilder(request, model, opened).build()
 
 
 def constraint_param(request: GenerationRequest) -> str:
     """Return the request field that asks for the constraint."""
-    feature = "tools" if request.constraint is None else "constraint"
+    feature = Feature.TOOLS if request.constraint is None else Feature.CONSTRAINT
     params = (asked.param for asked in request.asked if asked.feature == feature)
     return next((param for param in params if param not in TOOL_CHOICE_FIELDS), feature)
 
 
 class _ReplyGrammarBuilder:
-    def __init__(self, request: GenerationRequest, speaker: GrammarModel, opened: bool) -> None:
+    def __init__(self, request: GenerationRequest, model: GrammarModel, opened: bool) -> None:
         self.request = request
         self.choice = request.tool_choice
         self.is_forced = self.choice.mode in ("required", "named")
         # A named tool is called exactly once.
         self.parallel = self.choice.parallel and self.choice.mode != "named"
-        self.speaker = speaker
-        self.format = speaker.format
+        self.model = model
+        self.format = model.format
+        self.call_section = (self.format if self.format.calls else JSON).calls[0]
         self.opened = opened
-        control = {text: token for text, token in speaker.control.items() if token not in speaker.ends}
+        control = {text: token for text, token in model.control.items() if token not in model.ends}
         self.rules = RuleSet(control, constraint_param(self.request))
         self.relaxed: list[str] = []
         self.checks: list[SchemaCheck] = []
@@ -119,19 +122,18 @@ class _ReplyGrammarBuilder:
             not is_forced
             and self.calls.tools
             and isinstance(constraint, JsonObject | JsonSchema)
-            and self._has_bare_json_calls()
+            and self.format.channels is None
+            and isinstance(self.call_section.call, JsonCall)
+            and not self.call_section.open
         ):
-            return f"{self._reasoning_prefix()} {self._json_answer_or_call(constraint)}"
+            return f"{self._reasoning_prefix()} {self._json_answer_or_call(constraint, self.call_section.call)}"
         answer = None if constraint is None or is_forced else self._answer(constraint)
         if self.format.channels is not None and self.format.channels.message:
             return self._channel_reply(self.format.channels, answer)
         options = [] if answer is None else [self._with_answer_markers(answer)]
         if self.calls.tools:
-            options.append(self.calls.reply_calls(self._call_format().calls[0], self.parallel))
+            options.append(self.calls.reply_calls(self.call_section, self.parallel))
         return f"{self._reasoning_prefix()} {one_of(options)}"
-
-    def _call_format(self) -> ModelFormat:
-        return self.format if self.format.calls else JSON
 
     def _answer(self, constraint: Constraint) -> str:
         if isinstance(constraint, JsonObject):
@@ -156,7 +158,7 @@ class _ReplyGrammarBuilder:
         texts = [quote(choice) for choice in dict.fromkeys(constraint.choices) if choice]
         if not texts:
             return '""'
-        choice = self.rules.add_terminal("CHOICE", " | ".join(texts))
+        choice = self.rules.add_rule("CHOICE", " | ".join(texts))
         return choice if all(constraint.choices) else f"{choice}?"
 
     def _prepare_answer(self, constraint: JsonSchema) -> Any:
@@ -166,18 +168,12 @@ class _ReplyGrammarBuilder:
             self.checks.append(SchemaCheck("answer", prepared.full_schema, constraint.path))
         return prepared.schema
 
-    def _has_bare_json_calls(self) -> bool:
-        entry = self._call_format().calls[0]
-        return self.format.channels is None and isinstance(entry.call, JsonCall) and not entry.open
-
-    def _json_answer_or_call(self, constraint: JsonObject | JsonSchema) -> str:
+    def _json_answer_or_call(self, constraint: JsonObject | JsonSchema, call: JsonCall) -> str:
         """Use one schema for the answer and the calls if both are bare JSON, because their beginnings look the same."""
-        entry = self._call_format().calls[0]
-        assert isinstance(entry.call, JsonCall)
         answer = {"type": "object"} if isinstance(constraint, JsonObject) else self._prepare_answer(constraint)
         definitions = {"answer": answer} | {f"tool_{index}": tool.schema for index, tool in enumerate(self.calls.tools)}
-        options = [_call_schema(entry.call, tool.name, f"tool_{index}") for index, tool in enumerate(self.calls.tools)]
-        if self.parallel and not entry.separator:
+        options = [_call_schema(call, tool.name, f"tool_{index}") for index, tool in enumerate(self.calls.tools)]
+        if self.parallel and not self.call_section.separator:
             options.append({"type": "array", "items": {"anyOf": [*options]}, "minItems": 1, "maxItems": MAX_CALLS})
         document = {
             "anyOf": [{"$ref": "#/$defs/answer"}, *options],
@@ -208,7 +204,7 @@ class _ReplyGrammarBuilder:
             return ""
         if self.opened:
             return f"{one_of([self.rules.until(tags.close) for tags in known])} {GAP}"
-        if not self.speaker.thinks:
+        if not self.model.thinks:
             return ""
         whole = [f"{self.rules.literal(tags.open)} {self.rules.until(tags.close)}" for tags in known]
         return f"({one_of(whole)} {GAP})?"
@@ -221,7 +217,7 @@ class _ReplyGrammarBuilder:
 
     def _earlier_messages(self, channels: Channels, names: str, times: str) -> str:
         """Messages before the last one."""
-        if self.speaker.control.get(channels.ends[0]) in self.speaker.ends:
+        if self.model.control.get(channels.ends[0]) in self.model.ends:
             return ""
         again = self.rules.literal(f"{channels.start}assistant")
         text = self.rules.until(channels.ends[0])
@@ -244,7 +240,7 @@ class _ReplyGrammarBuilder:
         beginning = bare_call_pattern(self.format, self.calls.tools)
         if beginning is None:
             return f"({one_of(items)})* TEXT" if self.parallel else f"{one_of([*items, 'TEXT'])}"
-        text = self.rules.add_terminal("UNCALLED", f"{ANY_TEXT} & ~/{beginning}(?s:.*)/")
+        text = self.rules.add_rule("UNCALLED", f"{ANY_TEXT} & ~/{beginning}(?s:.*)/")
         started = self._call_items(text)
         options = [self.calls.bare_calls(self.format.calls[0], self.parallel), text]
         if started:
@@ -279,8 +275,8 @@ class _ReplyGrammarBuilder:
         forbidden = [f"(?s:.*){escape_regex(opener_text(marker))}(?s:.*)" for marker in section_openers(self.format)]
         beginning = bare_call_pattern(self.format, tools)
         first = forbidden if beginning is None else [*forbidden, f"{beginning}(?s:.*)"]
-        text = self.rules.add_terminal("UNCALLED", " & ".join((ANY_TEXT, *(f"~/{part}/" for part in forbidden))))
-        started = self.rules.add_terminal("UNCALLED", " & ".join((ANY_TEXT, *(f"~/{part}/" for part in first))))
+        text = self.rules.add_rule("UNCALLED", " & ".join((ANY_TEXT, *(f"~/{part}/" for part in forbidden))))
+        started = self.rules.add_rule("UNCALLED", " & ".join((ANY_TEXT, *(f"~/{part}/" for part in first))))
         marks = self._framing_tokens()
         if not marks:
             return started

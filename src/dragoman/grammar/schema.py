@@ -1,6 +1,6 @@
 """Splits a JSON schema into a part that is enforced while decoding and a part that is checked afterwards.
 
-    prepare := check sizes -> clean each schema -> check references -> check finiteness -> compile, relax on errors
+    prepare := check sizes and values -> relax -> check references and finiteness -> compile, relax on errors
 
 Rules
 1. A keyword that cannot be enforced is dropped alone, and its path is reported.
@@ -20,18 +20,17 @@ import msgspec
 from llguidance import LLMatcher
 
 from dragoman.core.errors import InvalidSchema, truncate
-from dragoman.grammar.finiteness import needs_infinite_value
-from dragoman.grammar.number_bounds import NumberBounds, is_exact
-from dragoman.grammar.patterns import MalformedPattern, is_enforceable
+from dragoman.grammar.schema_limits import DivisorLimit, find_pattern_error, is_enforceable, is_exact
 from dragoman.grammar.schema_walk import (
-    SCHEMA_LISTS,
     SCHEMA_MAPS,
-    SINGLE_SCHEMAS,
     PathParts,
+    are_names,
+    children,
     find_anchors,
     format_path,
     json_pointer,
     lookup,
+    needs_infinite_value,
     rebase_refs,
     resolve_ref,
     rewrite_refs,
@@ -48,41 +47,33 @@ WHITESPACE = r"(\x20{1,2}|\n[\x20\t]{0,20})"
 """Whitespace between JSON tokens. It is bounded because a weak model may otherwise never stop writing it."""
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+STRING_FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
 COUNT_KEYWORDS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 STRING_KEYWORDS = ("pattern", "format", "$ref", "$anchor", "$id", "$dynamicRef", "$recursiveRef")
-NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "not")
 ENFORCED = frozenset(
     {
         *("$ref", "$defs", "definitions", "$anchor", "$id", "allOf", "anyOf", "oneOf", "const", "enum", "type"),
         *("items", "additionalItems", "prefixItems", "properties", "additionalProperties", "patternProperties"),
-        *("required", "pattern", "format", *COUNT_KEYWORDS, *NUMBER_KEYWORDS),
+        *("required", "pattern", "format", *COUNT_KEYWORDS, *BOUNDS, "multipleOf"),
     }
 )
 UNENFORCED: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("if", "then", "else", "contains", "minContains", "maxContains"), lambda value: True),
+    **dict.fromkeys(("$dynamicRef", "$recursiveRef"), lambda value: True),
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), bool),
+    **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), lambda value: value not in (True, {})),
     "not": lambda value: value is not False,
-    "if": lambda value: True,
-    "then": lambda value: True,
-    "else": lambda value: True,
     "uniqueItems": lambda value: value is True,
-    "contains": lambda value: True,
-    "minContains": lambda value: True,
-    "maxContains": lambda value: True,
     "propertyNames": lambda value: value not in (True, {}, {"type": "string"}),
-    "dependencies": bool,
-    "dependentRequired": bool,
-    "dependentSchemas": bool,
-    "unevaluatedItems": lambda value: value not in (True, {}),
-    "unevaluatedProperties": lambda value: value not in (True, {}),
-    "$dynamicRef": lambda value: True,
-    "$recursiveRef": lambda value: True,
 }
 """Known keywords that are not enforced, each with a predicate: does this value restrict anything?"""
-
-_ALWAYS_VALID = frozenset({"type", "$defs", "definitions", "$anchor", "$id"})
 META_KEYWORDS = frozenset({"$schema", "$dynamicAnchor"})
 """Keywords that only the validator of finished replies uses."""
+_ALWAYS_VALID = frozenset({"type", "$defs", "definitions", "$anchor", "$id"})
 
 
 class PreparedSchema(msgspec.Struct, frozen=True):
@@ -100,11 +91,18 @@ def prepare_schema(schema: Mapping[str, Any], base: str) -> PreparedSchema:
     if size > MAX_BYTES:
         raise InvalidSchema(f"{base}: the schema has {size} bytes; at most {MAX_BYTES} are allowed", param=base)
     try:
-        prepared = _prepare(schema)
+        return _prepare(schema, base)
     except _SchemaError as error:
         where = truncate(format_path(base, error.parts))
         raise InvalidSchema(f"{where}: {error.problem}", param=where) from error
-    return PreparedSchema(prepared.schema, tuple(base + path for path in prepared.relaxed), prepared.full_schema)
+
+
+def json_directive(schema: Any, definitions: str = "") -> str:
+    """Return the schema as a `%json` directive of a Lark grammar. `definitions` is a JSON object with more `$defs`."""
+    options = {"whitespace_pattern": WHITESPACE}
+    document = {**schema, "x-guidance": options} if isinstance(schema, Mapping) else {"x-guidance": options}
+    text = json.dumps(document, ensure_ascii=False)
+    return f'%json {text[:-1]}, "$defs": {definitions}}}' if definitions else f"%json {text}"
 
 
 class _SchemaError(Exception):
@@ -114,31 +112,25 @@ class _SchemaError(Exception):
         self.parts = parts
 
 
-def _prepare(schema: Mapping[str, Any]) -> PreparedSchema:
+def _prepare(schema: Mapping[str, Any], base: str) -> PreparedSchema:
     count = sum(1 for _ in walk_schemas(schema))
     if count > MAX_SCHEMAS:
         raise _SchemaError(f"the schema has {count} subschemas; at most {MAX_SCHEMAS} are allowed")
-    cleaner = _Cleaner()
     # Drop an `$id` that is never referenced, so that the document can be embedded in another one.
     document = {key: value for key, value in schema.items() if key != "$id" or _refers_by_id(schema)}
-    cleaned = cleaner.clean(document, ())
-    _check_references(cleaned)
-    if needs_infinite_value(cleaned):
+    full_schema = rewrite_refs(document, str, _is_known)
+    _check_values(full_schema)
+    enforced = rewrite_refs(full_schema, str, lambda keyword, _: keyword not in META_KEYWORDS)
+    relaxed = _relax_keywords(enforced)
+    _check_references(enforced)
+    if needs_infinite_value(enforced):
         raise _SchemaError("no finite value can satisfy this schema because it requires itself")
-    repaired, relaxed = _relax_until_valid(cleaned)
-    return PreparedSchema(repaired, (*cleaner.relaxed, *relaxed), rewrite_refs(document, str, _is_known))
+    enforced, repaired = _relax_until_valid(enforced)
+    return PreparedSchema(enforced, tuple(format_path(base, parts) for parts in relaxed + repaired), full_schema)
 
 
 def _is_known(keyword: str, value: Any) -> bool:
     return keyword in ENFORCED or keyword in UNENFORCED or (keyword in META_KEYWORDS and isinstance(value, str))
-
-
-def json_directive(schema: Any, definitions: str = "") -> str:
-    """Return the schema as a `%json` directive of a Lark grammar. `definitions` is a JSON object with more `$defs`."""
-    options = {"whitespace_pattern": WHITESPACE}
-    document = {**schema, "x-guidance": options} if isinstance(schema, Mapping) else {"x-guidance": options}
-    text = json.dumps(document, ensure_ascii=False)
-    return f'%json {text[:-1]}, "$defs": {definitions}}}' if definitions else f"%json {text}"
 
 
 def _refers_by_id(schema: Any) -> bool:
@@ -160,110 +152,6 @@ def _check_references(document: Any) -> None:
             )
 
 
-class _Cleaner:
-    def __init__(self) -> None:
-        self.relaxed: list[str] = []
-        self.bounds = NumberBounds()
-
-    def clean(self, schema: Any, parts: PathParts) -> Any:
-        if isinstance(schema, bool):
-            return schema
-        if not isinstance(schema, Mapping):
-            raise _SchemaError("a schema must be an object or a boolean", parts)
-        copy: dict[str, Any] = {}
-        for keyword, value in schema.items():
-            if keyword in ENFORCED:
-                self._check(keyword, value, (*parts, keyword))
-                copy[keyword] = self._clean_inner(keyword, value, (*parts, keyword))
-            elif keyword in UNENFORCED:
-                self._check(keyword, value, (*parts, keyword))
-                self._drop_unenforced(keyword, schema, copy, parts)
-        self._relax_strings(copy, parts)
-        for keyword in self.bounds.find_unenforceable(copy):
-            self._relax(copy, keyword, parts)
-        self._relax_values(copy, parts)
-        return copy
-
-    def _clean_inner(self, keyword: str, value: Any, parts: PathParts) -> Any:
-        if keyword in SCHEMA_LISTS and isinstance(value, list | tuple):
-            return [self.clean(inner, (*parts, index)) for index, inner in enumerate(value)]
-        if keyword in SCHEMA_MAPS:
-            # `dependencies` may have names instead of a schema.
-            schemas = {
-                name: inner for name, inner in value.items() if keyword != "dependencies" or not _are_names(inner)
-            }
-            return {name: self.clean(inner, (*parts, name)) for name, inner in schemas.items()}
-        return self.clean(value, parts) if keyword in SINGLE_SCHEMAS else value
-
-    def _drop_unenforced(self, keyword: str, schema: Mapping[str, Any], copy: dict[str, Any], parts: PathParts) -> None:
-        # Without applicators, unevaluatedProperties means the same as additionalProperties.
-        plain = "additionalProperties" not in schema and not any(other in schema for other in APPLICATORS)
-        value, is_relevant = schema[keyword], UNENFORCED[keyword](schema[keyword])
-        if keyword == "unevaluatedProperties" and plain and is_relevant:
-            copy["additionalProperties"] = self.clean(value, (*parts, keyword))
-            return
-        # Only for its errors: the keyword is reported as a whole.
-        _Cleaner()._clean_inner(keyword, value, (*parts, keyword))
-        if is_relevant:
-            self.relaxed.append(format_path("", (*parts, keyword)))
-
-    def _relax(self, schema: dict[str, Any], keyword: str, parts: PathParts) -> None:
-        del schema[keyword]
-        self.relaxed.append(format_path("", (*parts, keyword)))
-
-    def _relax_values(self, schema: dict[str, Any], parts: PathParts) -> None:
-        """Relax values with numbers that llguidance would round or crash on to their types."""
-        for keyword in ("const", "enum"):
-            if keyword in schema and not is_exact(schema[keyword]):
-                values = [schema[keyword]] if keyword == "const" else schema[keyword]
-                schema.setdefault("type", list(dict.fromkeys(map(_type_of, values))))
-                self._relax(schema, keyword, parts)
-
-    def _relax_strings(self, schema: dict[str, Any], parts: PathParts) -> None:
-        if "format" in schema and schema["format"] not in FORMATS:
-            if "string" in _types(schema):
-                self._relax(schema, "format", parts)
-            else:
-                del schema["format"]
-        if "pattern" in schema and not self._is_enforceable(schema["pattern"], (*parts, "pattern")):
-            self._relax(schema, "pattern", parts)
-        patterns = schema.get("patternProperties", {})
-        if not all(self._is_enforceable(pattern, (*parts, "patternProperties")) for pattern in patterns):
-            self._relax(schema, "patternProperties", parts)
-            if "additionalProperties" in schema:
-                self._relax(schema, "additionalProperties", parts)
-
-    def _is_enforceable(self, pattern: str, parts: PathParts) -> bool:
-        try:
-            return is_enforceable(pattern)
-        except MalformedPattern as problem:
-            raise _SchemaError(str(problem), parts) from problem
-
-    def _check(self, keyword: str, value: Any, parts: PathParts) -> None:
-        for keywords, is_valid, problem in _VALUE_CHECKS:
-            if keyword in keywords and not is_valid(value):
-                raise _SchemaError(problem, parts)
-
-
-def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
-    declared = schema.get("type", TYPES)
-    return (declared,) if isinstance(declared, str) else tuple(declared)
-
-
-def _type_of(value: Any) -> str:
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int | float):
-        return "integer" if value == int(value) else "number"
-    if isinstance(value, str):
-        return "string"
-    return "null" if value is None else "object" if isinstance(value, Mapping) else "array"
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -282,10 +170,10 @@ _VALUE_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = 
         lambda value: isinstance(value, list | tuple),
         "must be an array",
     ),
-    (("required",), _are_names, "must be an array of names"),
+    (("required",), are_names, "must be an array of names"),
     (
         ("dependentRequired",),
-        lambda value: isinstance(value, Mapping) and all(map(_are_names, value.values())),
+        lambda value: isinstance(value, Mapping) and all(map(are_names, value.values())),
         "must be an object whose values are arrays of names",
     ),
     (("uniqueItems",), lambda value: isinstance(value, bool), "must be true or false"),
@@ -300,13 +188,78 @@ _VALUE_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = 
 )
 
 
+def _check_values(document: Any) -> None:
+    for parts, schema in walk_schemas(document):
+        if isinstance(schema, bool):
+            continue
+        if not isinstance(schema, Mapping):
+            raise _SchemaError("a schema must be an object or a boolean", parts)
+        for keyword, value in schema.items():
+            for keywords, is_valid, problem in _VALUE_CHECKS:
+                if keyword in keywords and not is_valid(value):
+                    raise _SchemaError(problem, (*parts, keyword))
+            for pattern in [value] if keyword == "pattern" else value if keyword == "patternProperties" else ():
+                if (error := find_pattern_error(pattern)) is not None:
+                    raise _SchemaError(error, (*parts, keyword))
+
+
+def _relax_keywords(document: Any) -> list[PathParts]:
+    """Drop all keywords that are known not to be enforceable. Return their paths."""
+    relaxed: list[PathParts] = []
+    divisors = DivisorLimit()
+    found: list[tuple[PathParts, Any]] = [((), document)]
+    for parts, schema in found:
+        if isinstance(schema, dict):
+            relaxed += [(*parts, keyword) for keyword in _relax_schema(schema, divisors)]
+            # The loop continues with the schemas inside what is left.
+            found += [(parts + step, inner) for step, inner in children(schema)]
+    return relaxed
+
+
+def _relax_schema(schema: dict[str, Any], divisors: DivisorLimit) -> list[str]:
+    """Drop the keywords of one schema that cannot be enforced. Return those that restrict anything."""
+    if "unevaluatedProperties" in schema and not any(keyword in schema for keyword in APPLICATORS):
+        # Without applicators, it means the same as additionalProperties.
+        schema.setdefault("additionalProperties", schema.pop("unevaluatedProperties"))
+    dropped = [keyword for keyword in BOUNDS if keyword in schema and not is_exact(schema[keyword])]
+    if "multipleOf" in schema and not divisors.accept(schema["multipleOf"]):
+        dropped.append("multipleOf")
+    if "pattern" in schema and not is_enforceable(schema["pattern"]):
+        dropped.append("pattern")
+    if not all(map(is_enforceable, schema.get("patternProperties", ()))):
+        dropped += [keyword for keyword in ("patternProperties", "additionalProperties") if keyword in schema]
+    for keyword in ("const", "enum"):
+        if keyword in schema and not is_exact(schema[keyword]):
+            dropped.append(keyword)
+            values = [schema[keyword]] if keyword == "const" else schema[keyword]
+            schema.setdefault("type", list(dict.fromkeys(map(_type_of, values))))
+    ignored = [keyword for keyword in schema if keyword in UNENFORCED]
+    dropped += [keyword for keyword in ignored if UNENFORCED[keyword](schema[keyword])]
+    if "format" in schema and schema["format"] not in STRING_FORMATS:
+        ignored.append("format")
+        dropped += ["format"] if "string" in schema.get("type", TYPES) else []
+    for keyword in {*dropped, *ignored}:
+        del schema[keyword]
+    return dropped
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int | float):
+        return "integer" if value == int(value) else "number"
+    if isinstance(value, str):
+        return "string"
+    return "null" if value is None else "object" if isinstance(value, Mapping) else "array"
+
+
 def _compile_error(document: Any) -> str:
     return LLMatcher.validate_grammar(f"%llguidance {{}}\nstart: {json_directive(document)}")
 
 
-def _relax_until_valid(document: Any) -> tuple[Any, list[str]]:
+def _relax_until_valid(document: Any) -> tuple[Any, list[PathParts]]:
     """Drop keywords until the document compiles. Return it with the paths of the dropped keywords."""
-    relaxed: list[str] = []
+    relaxed: list[PathParts] = []
     deadline = time.monotonic() + REPAIR_SECONDS
     while error := _compile_error(document):
         parts, problem = _find_invalid(document, error, deadline)
@@ -316,7 +269,7 @@ def _relax_until_valid(document: Any) -> tuple[Any, list[str]]:
             line = problem.splitlines()[0]
             raise _SchemaError(line.partition("JSON schema: ")[2] or line, parts)
         document, keyword = relaxation
-        relaxed.append(format_path("", (*parts, keyword)))
+        relaxed.append((*parts, keyword))
     return document, relaxed
 
 

@@ -18,16 +18,13 @@ from collections.abc import Callable
 import msgspec
 
 from dragoman.core.errors import EngineFailed, Unavailable
-from dragoman.grammar.grammar_trial import LENGTH, STARTED, TrialModel, TrialOutcome
-from dragoman.grammar.trial_server import COMMAND, FORK, KILL, LOWER, READY
+from dragoman.grammar.trial_server import COMMAND, FORK, KILL, LENGTH, READY, STARTED, TrialModel, TrialOutcome
 
 log = logging.getLogger("dragoman.grammar")
 
 START_SECONDS = 60.0
 TRIAL_SECONDS = 60.0
 """Wall time. On a busy machine a trial needs longer to reach its CPU limit."""
-LONG_SECONDS = 0.25
-"""A trial that takes longer gets a lower priority than decoding."""
 
 
 class _ServerProcess:
@@ -37,9 +34,14 @@ class _ServerProcess:
         self.process = process
         self.control = control
 
-    def command(self, kind: bytes, number: int, sockets: tuple[int, ...] = ()) -> None:
-        """Does not block: a command is a few bytes, which fit into the socket's buffer."""
-        socket.send_fds(self.control, [COMMAND.pack(kind, number)], sockets)
+    def send(self, kind: bytes, number: int, sockets: tuple[int, ...] = ()) -> bool:
+        """Send a command and return whether the server is still running. It does not block: a command is a few bytes,
+        which fit into the socket's buffer."""
+        try:
+            socket.send_fds(self.control, [COMMAND.pack(kind, number)], sockets)
+        except OSError:
+            return False
+        return True
 
     async def close(self) -> None:
         self.control.close()
@@ -72,55 +74,26 @@ class TrialClient:
 
     async def _run(self, job: bytes) -> bytes | None:
         """Return the encoded outcome. Empty if the trial ended without one, None if it did not start."""
-        local, remote = socket.socketpair()
+        server = await self._get_server()
         number = next(self._numbers)
-        try:
-            with remote:
-                server = await self._fork(number, remote)
-        except BaseException:
+        local, remote = socket.socketpair()
+        with remote:
+            is_running = server.send(FORK, number, (remote.fileno(),))
+        if not is_running:
             local.close()
-            raise
-        lower_priority = asyncio.get_running_loop().call_later(LONG_SECONDS, self._send_command, server, LOWER, number)
+            await self._discard(server)
+            return None
         try:
             async with asyncio.timeout(TRIAL_SECONDS):
-                body = await self._exchange(local, job)
+                body = await _exchange(local, job)
         except TimeoutError:
             raise _too_busy() from None
         finally:
-            lower_priority.cancel()
-            self._send_command(server, KILL, number)
-        # If the server was replaced, its trials ended with it.
-        return None if not body and server is not self._server else body
-
-    async def _fork(self, number: int, channel: socket.socket) -> _ServerProcess:
-        server = await self._get_server()
-        try:
-            server.command(FORK, number, (channel.fileno(),))
-        except OSError:
-            await self._discard(server)
-            server = await self._get_server()
-            server.command(FORK, number, (channel.fileno(),))
-        return server
-
-    async def _exchange(self, local: socket.socket, job: bytes) -> bytes | None:
-        """Send the job and read the encoded outcome, as `_run` returns it."""
-        try:
-            reader, writer = await asyncio.open_connection(sock=local)
-        except BaseException:
-            local.close()
-            raise
-        try:
-            if await reader.read(1) != STARTED:
-                return None
-            writer.write(LENGTH.pack(len(job)) + job)
-            body = await reader.read()
-        except ConnectionError:
-            # The trial died during the exchange.
-            return b""
-        finally:
-            writer.close()
-        head, body = body[: LENGTH.size], body[LENGTH.size :]
-        return body if head == LENGTH.pack(len(body)) else b""
+            is_running = server.send(KILL, number)
+        if body or is_running:
+            return body
+        await self._discard(server)
+        return None
 
     async def close(self) -> None:
         async with self._starting:
@@ -140,9 +113,8 @@ class TrialClient:
         with remote:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-m",
-                "dragoman.grammar.trial_server",
-                str(remote.fileno()),
+                "-c",
+                f"from dragoman.grammar.trial_server import main; main({remote.fileno()})",
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(remote.fileno(),),
                 # Outside the engine's process group: the memory of a trial does not count as the model's.
@@ -174,19 +146,33 @@ class TrialClient:
             raise EngineFailed("the grammar trial process could not be started; see the server log")
 
     async def _discard(self, server: _ServerProcess) -> None:
-        """Forget and end a server that does not respond."""
-        log.error("the grammar trial process has failed; the next request starts another one")
+        """Forget and end a server that has failed. The next trial starts another one."""
         if self._server is server:
+            log.error("the grammar trial process has failed; the next request starts another one")
             self._server = None
         await server.close()
 
-    def _send_command(self, server: _ServerProcess, kind: bytes, number: int) -> None:
-        """Send a command about a trial, which may already have ended."""
-        try:
-            server.command(kind, number)
-        except OSError:
-            # The server has ended, and all its trials with it.
-            pass
+
+async def _exchange(local: socket.socket, job: bytes) -> bytes | None:
+    """Send the job to its trial and return the encoded outcome. Empty if the trial ended without one, None if it did
+    not start."""
+    try:
+        reader, writer = await asyncio.open_connection(sock=local)
+    except BaseException:
+        local.close()
+        raise
+    try:
+        if await reader.read(1) != STARTED:
+            return None
+        writer.write(LENGTH.pack(len(job)) + job)
+        body = await reader.read()
+    except ConnectionError:
+        # The trial died during the exchange.
+        return b""
+    finally:
+        writer.close()
+    head, body = body[: LENGTH.size], body[LENGTH.size :]
+    return body if head == LENGTH.pack(len(body)) else b""
 
 
 def _decode_outcome(body: bytes) -> TrialOutcome:

@@ -1,8 +1,11 @@
-"""The process that forks one process per grammar trial: `python -m dragoman.grammar.trial_server FD`.
+"""The process that tries grammars: it forks one process per trial.
 
-    FD := model, then ready back, then commands*         a socket; when it closes, this process ends
-    command := "F" number, with a socket for the trial | "L" number | "K" number      fork, lower the priority, kill
+    socket  := model, then ready back, then commands*       when it closes, this process ends
+    command := "F" number, with a socket for the trial | "K" number                   fork, kill
+    trial's socket := started job outcome       started: one byte; job and outcome: MessagePack with a length prefix
 
+A trial does everything that a caller's schema, expression or grammar can make slow or dangerous: it builds the grammar,
+compiles it, computes the first mask and follows a few tokens. A crash or too much time or memory ends only the trial.
 The client kills every trial, even one that has ended: this also reaps its process.
 
 Rules
@@ -10,12 +13,14 @@ Rules
 2. The kernel limits the CPU time, memory and stack of a trial, in native code too.
 3. The stack of a trial is smaller than that of any thread: a grammar that passes does not overflow in the engine.
 4. Only forked processes read a caller's input. This process has one thread, so that forking is safe.
+5. Trials have a lower priority than the engine: a caller who sends expensive schemas must not slow down decoding.
 """
 
 import contextlib
 import gc
 import os
 import pickle
+import random
 import resource
 import signal
 import socket
@@ -26,49 +31,131 @@ from pathlib import Path
 from typing import Never
 
 import msgspec
+import numpy as np
+from llguidance import LLTokenizer
 
 from dragoman.core.errors import DragomanError
+from dragoman.core.features import Feature
 from dragoman.core.request import GenerationRequest, JsonObject
-from dragoman.grammar.grammar_trial import LENGTH, STARTED, TrialFailure, TrialJob, TrialModel, TrialOutcome, run_trial
+from dragoman.grammar.masks import GrammarCache, build_tokenizer
+from dragoman.grammar.reply_grammar import GrammarModel, ReplyGrammar, build_reply_grammar
 
+LENGTH = struct.Struct("<I")
 COMMAND = struct.Struct("<cQ")
-FORK, LOWER, KILL = b"F", b"L", b"K"
+FORK, KILL = b"F", b"K"
 READY = b"!"
+STARTED = b"+"
 
+WALK_TOKENS = 4
+"""Tokens to follow after the first mask."""
 CPU_SECONDS = 1.5
 MEMORY_BYTES = 256 * 1024 * 1024
 """Address space of a trial in addition to that of this process."""
 STACK_BYTES = 1024 * 1024
-NICENESS = 5
-"""Priority of a slow trial, so that decoding goes first."""
+NICENESS = 10
+
+
+class TrialModel(msgspec.Struct, frozen=True):
+    """The parts of a model that a trial needs."""
+
+    pieces: tuple[bytes, ...]
+    control: frozenset[int]
+    model: GrammarModel
+
+    def build_tokenizer(self) -> LLTokenizer:
+        """Return a tokenizer that takes the longest match in the vocabulary. The model's own tokenizer is in another
+        process."""
+        built: list[LLTokenizer] = []
+
+        def tokenize(text: str) -> list[int]:
+            return built[0].greedy_tokenize(text) if built else []
+
+        built.append(build_tokenizer(self.pieces, self.control, self.model.ends, tokenize))
+        return built[0]
+
+
+class TrialJob(msgspec.Struct, frozen=True, array_like=True):
+    """The parts of a request that determine its grammar: equal jobs have equal grammars. `opened`: the prompt ends
+    inside reasoning."""
+
+    request: GenerationRequest
+    thinks: bool
+    opened: bool
+
+    @classmethod
+    def of(cls, request: GenerationRequest, *, thinks: bool, opened: bool) -> "TrialJob":
+        bare = GenerationRequest(
+            constraint=request.constraint,
+            tools=tuple(msgspec.structs.replace(tool, description="") for tool in request.tools),
+            tool_choice=request.tool_choice,
+            asked=tuple(asked for asked in request.asked if asked.feature in (Feature.CONSTRAINT, Feature.TOOLS)),
+        )
+        return cls(bare, thinks, opened)
+
+
+class TrialOutcome(msgspec.Struct, frozen=True):
+    """`shape` is None if the reply is unrestricted. `memory` is the size of the compiled grammar in bytes, `failure`
+    the class, message and param of the caller's mistake, `bug` the traceback of an exception that no input should
+    cause."""
+
+    shape: ReplyGrammar | None = None
+    memory: int = 0
+    failure: tuple[str, str, str | None] | None = None
+    bug: str | None = None
+
+
+def run_trial(job: TrialJob, model: GrammarModel, tokenizer: LLTokenizer) -> TrialOutcome:
+    """Build, compile and probe the grammar of one job. Raises DragomanError if the request is invalid."""
+    grammar = build_reply_grammar(job.request, msgspec.structs.replace(model, thinks=job.thinks), opened=job.opened)
+    if grammar is None:
+        return TrialOutcome()
+    before = resident_bytes()
+    guide = GrammarCache(tokenizer).create_guide(grammar.grammar, grammar.param)
+    memory = max(resident_bytes() - before, 0)
+    rng = random.Random(grammar.grammar)
+    for _ in range(WALK_TOKENS):
+        allowed = np.flatnonzero(guide.allowed_tokens(tokenizer.vocab_size))
+        if guide.is_complete or not len(allowed):
+            break
+        guide.advance(int(allowed[rng.randrange(len(allowed))]))
+    return TrialOutcome(grammar, memory)
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process; on other systems than Linux its peak."""
+    if sys.platform == "linux":
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 class TrialServer:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        model: TrialModel = pickle.loads(receive(control))  # noqa: S301 (from the process that started this one)
-        self._model = model.speaker, model.tokenizer()
+        received: TrialModel = pickle.loads(receive(control))  # noqa: S301 (from the process that started this one)
+        self._model, self._tokenizer = received.model, received.build_tokenizer()
         # The first trial is the slowest. It runs before the first fork.
-        run_trial(TrialJob(GenerationRequest(constraint=JsonObject()), thinks=False, opened=False), *self._model)
+        warm_up = TrialJob(GenerationRequest(constraint=JsonObject()), thinks=False, opened=False)
+        run_trial(warm_up, self._model, self._tokenizer)
         gc.freeze()
         self._children: dict[int, int] = {}
         """Process ids by the numbers of trials."""
 
-    def serve(self) -> Never:
+    def serve(self) -> None:
+        """Run commands until the client closes the socket."""
         self._control.sendall(READY)
         while True:
             message, sockets, _, _ = socket.recv_fds(self._control, COMMAND.size, 1)
             if not message:
-                self._end()
+                break
             if len(message) < COMMAND.size:
                 message += read_exactly(self._control, COMMAND.size - len(message))
             kind, number = COMMAND.unpack(message)
             if kind == FORK:
                 self._fork(number, sockets[0])
-            elif kind == LOWER and number in self._children:
-                os.setpriority(os.PRIO_PROCESS, self._children[number], NICENESS)
             elif kind == KILL and number in self._children:
-                self._kill(self._children.pop(number))
+                self._kill(number)
+        for number in tuple(self._children):
+            self._kill(number)
 
     def _fork(self, number: int, channel: int) -> None:
         try:
@@ -89,27 +176,24 @@ class TrialServer:
             self._control.close()
             set_limits()
             channel.sendall(STARTED)
-            send(channel, msgspec.msgpack.encode(self._outcome(receive(channel))))
+            body = msgspec.msgpack.encode(self._outcome(receive(channel)))
+            channel.sendall(LENGTH.pack(len(body)) + body)
         os._exit(0)
 
     def _outcome(self, job: bytes) -> TrialOutcome:
         try:
-            return run_trial(msgspec.msgpack.decode(job, type=TrialJob), *self._model)
+            return run_trial(msgspec.msgpack.decode(job, type=TrialJob), self._model, self._tokenizer)
         except DragomanError as error:
-            return TrialOutcome(failure=TrialFailure(type(error).__name__, error.message, error.param))
+            return TrialOutcome(failure=(type(error).__name__, error.message, error.param))
         except (MemoryError, RecursionError):
             raise
         except Exception:  # noqa: BLE001 (the engine logs it)
             return TrialOutcome(bug=traceback.format_exc())
 
-    def _kill(self, child: int) -> None:
+    def _kill(self, number: int) -> None:
+        child = self._children.pop(number)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-    def _end(self) -> Never:
-        for child in self._children.values():
-            self._kill(child)
-        os._exit(0)
 
 
 def set_limits() -> None:
@@ -123,10 +207,6 @@ def set_limits() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (space, space))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-
-
-def send(channel: socket.socket, body: bytes) -> None:
-    channel.sendall(LENGTH.pack(len(body)) + body)
 
 
 def receive(channel: socket.socket) -> bytes:
@@ -145,14 +225,17 @@ def read_exactly(channel: socket.socket, size: int) -> bytes:
     return b"".join(parts)
 
 
-def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
-    try:
-        TrialServer(control).serve()
-    except EOFError:
-        # The engine's process has ended.
-        os._exit(0)
+def lower_priority() -> None:
+    os.nice(NICENESS)
+    # Linux divides the processor between sessions first, and then between the processes of each.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(NICENESS))
 
 
-if __name__ == "__main__":
-    main()
+def main(control: int) -> Never:
+    """Run the server with this file descriptor of its socket."""
+    lower_priority()
+    # EOFError: the engine's process has ended.
+    with contextlib.suppress(EOFError):
+        TrialServer(socket.socket(fileno=control)).serve()
+    os._exit(0)

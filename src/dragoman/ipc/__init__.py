@@ -1,14 +1,11 @@
-"""Runs engines and front ends in child processes.
+"""Talks to child processes: workers, which run engines, and front ends, which serve clients.
 
-A worker is a child process with one engine. It may crash, be killed or run out of memory: its requests fail, and the
-server starts it again.
+A worker may crash, be killed or run out of memory: its requests fail, and the server starts it again.
 
-    worker_engine.py      the Engine that the server holds: passes calls on to the worker
-    worker_supervisor.py  starts the worker, restarts it after a crash, kills it when it stalls
-    worker_process.py     one running worker: sends requests, delivers events
-    worker_main.py        the program of the worker: the real engine
-    worker_messages.py    the messages on the pipe
-    fatal_requests.py     requests that crashed a worker and are refused
-    restart_backoff.py    the pause before a restart
-    link.py               messages on a socket pair, for front ends
+    framing.py        one message after the other on a connection
+    messages.py       the messages; replicas of Ray Serve get the same ones
+    supervisor.py     starts, watches, restarts and kills a child process
+    engine_client.py  sends requests to an engine in another process and delivers what comes back
+    worker_engine.py  the Engine that the server holds for a worker
+    worker_main.py    the program of a worker, which answers them
 """

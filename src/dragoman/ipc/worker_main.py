@@ -1,223 +1,163 @@
 """Runs an engine in a worker process: `python -m dragoman.ipc.worker_main`, over standard input and output.
 
 Rules
-1. The end of standard input ends the process at once, so that a parent killed with kill -9 leaves no worker behind.
-   The worker ignores signals to the parent's process group.
-2. Events that become ready in one turn of the event loop leave in one message. A step of an engine that works in steps
-   is one message, without a task per request.
+1. The end of standard input ends the process at once, so that a parent killed with kill -9 leaves no worker behind. A
+   thread reads it, because the engine may block the event loop.
+2. Events that become ready in one turn of the event loop leave in one message, so a step of an engine is one message.
 3. Output that cannot be encoded fails its own request only.
+4. Every generation is reported to its end, even if it was cancelled.
+
+Front ends and replicas run calls in the same way, by `run_generation` and `run_method_call`.
 """
 
 import asyncio
 import logging
 import os
 import signal
-import sys
 import threading
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, BinaryIO, Never
 
 import msgspec
 
-from dragoman.core.engine import Engine
-from dragoman.core.errors import ConfigError, DragomanError
-from dragoman.core.logs import configure_as_parent
+from dragoman.core.embeddings import Input
+from dragoman.core.engine import Engine, call_engine
+from dragoman.core.errors import ConfigError
 from dragoman.core.request import GenerationRequest
 from dragoman.engines import engine_class
-from dragoman.engines.step_delivery import RequestUpdate, SteppingEngine
-from dragoman.ipc.worker_messages import (
-    HEADER,
-    Answer,
-    CancelRequest,
-    CountTokens,
-    Embed,
+from dragoman.ipc import messages
+from dragoman.ipc.child_process import enter_child
+from dragoman.ipc.framing import encode, read_body
+from dragoman.ipc.messages import (
+    Cancel,
     Failure,
     Generate,
     GenerationProgress,
-    Loading,
-    PackedStep,
-    Question,
-    Ready,
-    Render,
+    MethodCall,
+    MethodResult,
     Start,
-    StartFailed,
-    Tokenize,
-    ToParent,
     ToWorker,
-    UnpackedStep,
-    decode_to_worker,
-    encode,
-    pack,
 )
-from dragoman.pipeline.event_stream import call_engine, engine_failure, stream_events
 
 log = logging.getLogger("dragoman.ipc")
 
 PROGRESS_SECONDS = 0.2
+ARGUMENTS: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    "render": msgspec.msgpack.Decoder(tuple[GenerationRequest]),
+    "count_tokens": msgspec.msgpack.Decoder(tuple[GenerationRequest]),
+    "tokenize": msgspec.msgpack.Decoder(tuple[str, bool]),
+    "detokenize": msgspec.msgpack.Decoder(tuple[tuple[int, ...]]),
+    "embed": msgspec.msgpack.Decoder(tuple[tuple[Input, ...]]),
+}
+"""The methods of an engine that can be called, with the types of their arguments."""
 
 
-class WorkerServer:
+async def run_generation(
+    engine: Engine,
+    key: int,
+    request: GenerationRequest,
+    put: Callable[[GenerationProgress], Awaitable[None] | None],
+) -> None:
+    """Pass the progress of a generation to `put`, which may return an awaitable to pause the engine."""
+    failure = None
+    try:
+        await engine.deliver(request, lambda events: put(GenerationProgress(key, tuple(events))))
+    except Exception as error:  # noqa: BLE001 (reported to the other process and logged)
+        failure = Failure.of(error)
+    put(GenerationProgress(key, ended=True, failure=failure))
+
+
+async def run_method_call(engine: Engine, method_call: MethodCall) -> MethodResult:
+    try:
+        arguments = ARGUMENTS[method_call.method].decode(method_call.arguments)
+        value: Any = await call_engine(getattr(engine, method_call.method), *arguments)
+        if method_call.method in ("tokenize", "embed"):
+            value = tuple(value)
+        return MethodResult(method_call.key, messages.pack(value))
+    except Exception as error:  # noqa: BLE001 (reported to the other process and logged)
+        return MethodResult(method_call.key, failure=Failure.of(error))
+
+
+class EngineServer:
+    """Serves the parent of a worker; `output` is the connection to it."""
+
     def __init__(self, engine: Engine, output: BinaryIO) -> None:
         self._engine = engine
         self._output = output
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._outbox: list[msgspec.Raw] = []
-        self._stepping = engine if isinstance(engine, SteppingEngine) else None
-        self._begun: set[int] = set()
-        """Unfinished generations of an engine that works in steps."""
-        if self._stepping is not None:
-            self._stepping.receiver = self
+        self._outbox: list[GenerationProgress] = []
+        engine.on_death = self._exit
 
     def handle(self, message: ToWorker) -> None:
-        if isinstance(message, Generate) and self._stepping is not None:
-            # Added before the task runs: a cancellation in between must report the end too.
-            self._begun.add(message.id)
-            self._spawn(message.id, self._begin(self._stepping, message.id, message.request), self._forget)
-        elif isinstance(message, Generate):
-            self._spawn(message.id, self._generate(message.id, message.request), self._end)
-        elif isinstance(message, Question):
-            self._spawn(message.id, self._answer(message), self._forget)
-        elif isinstance(message, CancelRequest):
-            self._cancel(message.id)
+        if isinstance(message, Generate):
+            task = self._spawn(message.key, run_generation(self._engine, message.key, message.request, self._post))
+            task.add_done_callback(lambda task: self._post_cancelled(message.key, task))
+        elif isinstance(message, MethodCall):
+            self._spawn(message.key, self._run_method_call(message))
+        elif isinstance(message, Cancel) and message.key in self._tasks:
+            self._tasks[message.key].cancel()
 
-    def _cancel(self, key: int) -> None:
-        if key in self._tasks:
-            self._tasks[key].cancel()
-        if key in self._begun and self._stepping is not None:
-            self._begun.discard(key)
-            self._stepping.drop(key)
-            self._post(GenerationProgress(key, ended=True))
+    def _spawn(self, key: int, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        self._tasks[key] = task = self._loop.create_task(work)
+        task.add_done_callback(lambda _: self._tasks.pop(key))
+        return task
 
-    def _spawn(
-        self, key: int, work: Coroutine[Any, Any, None], on_done: Callable[[int, asyncio.Task[None]], None]
-    ) -> None:
-        task = self._loop.create_task(work)
-        self._tasks[key] = task
-        task.add_done_callback(lambda task: on_done(key, task))
-
-    def _forget(self, key: int, task: asyncio.Task[None]) -> None:
-        del self._tasks[key]
-
-    def _end(self, key: int, task: asyncio.Task[None]) -> None:
-        self._forget(key, task)
+    def _post_cancelled(self, key: int, task: "asyncio.Task[None]") -> None:
         if task.cancelled():
             self._post(GenerationProgress(key, ended=True))
 
-    async def _generate(self, key: int, request: GenerationRequest) -> None:
-        failure = None
-        try:
-            async with aclosing(stream_events(self._engine, request)) as stream:
-                async for events in stream:
-                    self._post(GenerationProgress(key, tuple(events)))
-        except Exception as error:  # noqa: BLE001 (reported to the parent and logged)
-            failure = to_failure(error)
-        self._post(GenerationProgress(key, ended=True, failure=failure))
-
-    async def _begin(self, engine: SteppingEngine, key: int, request: GenerationRequest) -> None:
-        try:
-            await engine.begin(key, request)
-        except Exception as error:  # noqa: BLE001 (reported to the parent and logged)
-            self._begun.discard(key)
-            self._post(GenerationProgress(key, ended=True, failure=to_failure(error)))
-
-    def take(self, portions: Sequence[RequestUpdate]) -> None:
-        progress: list[RequestUpdate | GenerationProgress] = []
-        for portion in portions:
-            if portion.ended:
-                self._begun.discard(portion.key)
-            if portion.error is None:
-                progress.append(portion)
-            else:
-                progress.append(
-                    GenerationProgress(portion.key, portion.events, portion.ended, Failure.of(portion.error))
-                )
-        try:
-            encoded = encode(UnpackedStep(progress, self._engine.kv_used))
-        except Exception:  # noqa: BLE001 (encoding the parts one by one finds the invalid one)
-            encoded = encode(PackedStep(tuple(map(self._pack, progress, portions)), self._engine.kv_used))
-        self._write(encoded)
-
-    def _pack(self, progress: RequestUpdate | GenerationProgress, portion: RequestUpdate) -> msgspec.Raw:
-        try:
-            return pack(progress)
-        except Exception as error:  # noqa: BLE001 (reported to the parent and logged)
-            self._begun.discard(portion.key)
-            if self._stepping is not None:
-                self._stepping.drop(portion.key)
-            return pack(GenerationProgress(portion.key, ended=True, failure=to_failure(error)))
-
-    def lose(self, reason: str) -> None:
+    def _exit(self, reason: str) -> None:
         log.error("the engine stopped working: %s", reason)
-        _exit(1)
+        exit_with_group(1)
 
     def _post(self, progress: GenerationProgress) -> None:
-        packed = pack(progress)
         if not self._outbox:
             self._loop.call_soon(self._flush)
-        self._outbox.append(packed)
+        self._outbox.append(progress)
 
     def _flush(self) -> None:
-        step = PackedStep(tuple(self._outbox), self._engine.kv_used)
-        self._outbox.clear()
-        self._write(encode(step))
-
-    async def _answer(self, message: Question) -> None:
+        progress, self._outbox = self._outbox, []
         try:
-            encoded = encode(await answer_question(self._engine, message))
-        except Exception as error:  # noqa: BLE001 (reported to the parent and logged)
-            encoded = encode(Answer(message.id, failure=to_failure(error)))
+            encoded = encode(messages.Step(tuple(progress), self._engine.kv_used))
+        except Exception:  # noqa: BLE001 (encoding the parts one by one finds the invalid one)
+            encoded = encode(messages.PackedStep(tuple(map(self._pack, progress)), self._engine.kv_used))
         self._write(encoded)
 
-    def send(self, message: ToParent) -> None:
-        self._write(encode(message))
+    def _pack(self, progress: GenerationProgress) -> msgspec.Raw:
+        try:
+            return messages.pack(progress)
+        except Exception as error:  # noqa: BLE001 (reported to the other process and logged)
+            if progress.key in self._tasks:
+                self._tasks[progress.key].cancel()
+            return messages.pack(GenerationProgress(progress.key, ended=True, failure=Failure.of(error)))
+
+    async def _run_method_call(self, method_call: MethodCall) -> None:
+        self._write(encode(await run_method_call(self._engine, method_call)))
 
     def _write(self, encoded: bytes) -> None:
         self._output.write(encoded)
         self._output.flush()
 
 
-async def answer_question(engine: Engine, message: Question) -> Answer:
-    """Return the engine's answer to a question."""
-    if isinstance(message, Render):
-        return Answer(message.id, rendered=await call_engine(engine.render, message.request))
-    if isinstance(message, CountTokens):
-        return Answer(message.id, count=await call_engine(engine.count_tokens, message.request))
-    if isinstance(message, Tokenize):
-        tokens = await call_engine(engine.tokenize, message.text, message.special)
-        return Answer(message.id, tokens=tuple(tokens))
-    if isinstance(message, Embed):
-        made = await call_engine(engine.embed, message.inputs)
-        return Answer(message.id, embeddings=tuple(made))
-    return Answer(message.id, text=await call_engine(engine.detokenize, message.tokens))
-
-
-def _exit(code: int) -> Never:
+def exit_with_group(code: int) -> Never:
     """Exit and kill the processes that the engine started, which are in the same group."""
-    if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+    if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(code)
 
 
-def to_failure(error: Exception) -> Failure:
-    """Convert an error for the other process; log an unexpected one."""
-    if not isinstance(error, DragomanError):
-        log.error("the engine raised", exc_info=error)
-        error = engine_failure(error)
-    return Failure.of(error)
-
-
 def _read(source: BinaryIO) -> ToWorker:
-    """Read the next message; exit at the end of the pipe."""
-    header = source.read(HEADER.size)
-    if len(header) < HEADER.size:
-        _exit(0)
-    (length,) = HEADER.unpack(header)
-    body = source.read(length)
-    if len(body) < length:
-        _exit(0)
-    return decode_to_worker(body)
+    """Read the next message; exit at the end of the connection."""
+    body = read_body(source)
+    if body is None:
+        exit_with_group(0)
+    return messages.decode_to_worker(body)
+
+
+def _send(output: BinaryIO, message: msgspec.Struct) -> None:
+    output.write(encode(message))
+    output.flush()
 
 
 async def _load(start: Start, output: BinaryIO) -> Engine:
@@ -237,8 +177,7 @@ async def _report_progress(engine: Engine, output: BinaryIO) -> None:
         await asyncio.sleep(PROGRESS_SECONDS)
         if engine.progress is not None and engine.progress != reported:
             reported = engine.progress
-            output.write(encode(Loading(reported)))
-            output.flush()
+            _send(output, messages.Loading(reported))
 
 
 async def _main(source: BinaryIO, output: BinaryIO) -> None:
@@ -263,25 +202,19 @@ async def _main(source: BinaryIO, output: BinaryIO) -> None:
         is_config_error = isinstance(error, ConfigError | msgspec.ValidationError)
         if not is_config_error:
             log.exception("the engine could not be loaded")
-        output.write(encode(StartFailed(str(error) or type(error).__name__, is_config_error)))
-        output.flush()
+        _send(output, messages.StartFailed(str(error) or type(error).__name__, is_config_error))
         return
-    child = WorkerServer(engine, output)
-    child.send(Ready(tuple(engine.models()), engine.supports(), engine.device, engine.slots))
+    server = EngineServer(engine, output)
+    _send(output, messages.EngineInfo.of(engine))
     while True:
-        child.handle(await inbox.get())
+        server.handle(await inbox.get())
 
 
 def main() -> None:
-    configure_as_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # Standard output carries messages; what an engine or a library prints goes to standard error.
-    output = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    asyncio.run(_main(sys.stdin.buffer, output))
+    source, output = enter_child()
+    asyncio.run(_main(os.fdopen(source, "rb"), os.fdopen(output, "wb")))
     # Threads and processes of a library might keep this process alive.
-    _exit(0)
+    exit_with_group(0)
 
 
 if __name__ == "__main__":

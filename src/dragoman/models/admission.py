@@ -20,7 +20,7 @@ from dragoman.core.errors import QueueFull
 
 PACE_WEIGHT = 0.2
 """Weight of the newest interval in the average."""
-LONGEST_RETRY = 60.0
+MAX_RETRY = 60.0
 RESERVE_SECONDS = 30.0
 
 
@@ -52,7 +52,7 @@ class Admission:
 
     def retry_after(self) -> float:
         """Estimated seconds until the queue has room."""
-        return min(LONGEST_RETRY, max(1.0, (self.waiting + 1) * self._interval))
+        return min(MAX_RETRY, max(1.0, (self.waiting + 1) * self._interval))
 
     def try_enter(self, principal: str) -> bool:
         """Take a slot if one is free for the principal."""
@@ -134,7 +134,7 @@ class Admission:
     def _note_pace(self) -> None:
         now = time.monotonic()
         # Capped: an interval without waiting requests does not measure the work.
-        self._interval += (min(now - self._freed_at, LONGEST_RETRY) - self._interval) * PACE_WEIGHT
+        self._interval += (min(now - self._freed_at, MAX_RETRY) - self._interval) * PACE_WEIGHT
         self._freed_at = now
 
     async def _wait(self, principal: str, seconds: float | None) -> None:

@@ -22,26 +22,23 @@ import fnmatch
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
-from dragoman.config.model_spec import DIRECTORY_ENGINE, ModelSpec
-from dragoman.config.settings import Limits, Settings
+from dragoman.config.model_spec import ModelSpec
+from dragoman.config.settings import Settings
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError, ModelNotFound, NotSupported
-from dragoman.engines import engine_class
-from dragoman.files import sources
+from dragoman.engines import DEFAULT_ENGINE, DIRECTORY_ENGINE, engine_class
 from dragoman.files.discovery import DiscoveredModel, Discovery
-from dragoman.models import memory_estimate
-from dragoman.models.engine_factory import EngineFactory, existing_engine, local_engine
+from dragoman.models.engine_loader import EngineFactory, OnEngineLost, local_engine
 from dragoman.models.lifecycle import Lifecycle
 from dragoman.models.model_host import ModelHost
-from dragoman.models.residency import NOT_CONFIGURED
+from dragoman.models.residency import NOT_CONFIGURED, LimitsChanged, ModelRemoved
 from dragoman.models.served_model import ServedModel
 
-LONGEST_NAME = 200
+MAX_NAME_LENGTH = 200
 LOOK_SECONDS = 2.0
 """The folders are scanned at most this often."""
-MOST_LISTED = 20
+MAX_LISTED = 20
 """Names in an error message."""
 
 
@@ -79,85 +76,74 @@ class Catalog:
         self._scanned_at = -math.inf
         self._scan_task: asyncio.Task[None] | None = None
         self._own_names = [name for engine in engines for name in self._add_own_engine(engine, settings)]
-        self._configure(settings)
+        self.reconfigure(settings)
 
     def _add_own_engine(self, engine: Engine, settings: Settings) -> list[str]:
         """Add an engine passed by the caller; it stays under every configuration."""
         infos = engine.models()
         if not infos:
             raise ConfigError("an engine offers no models: `models()` must name at least one")
-        key = self.lifecycle.new_key(infos[0].name)
-        host = ModelHost(key, existing_engine(engine), self.lifecycle, settings.limits, engine.slots)
-        self.lifecycle.add(host, math.inf, stays=True)
-        for info in infos:
-            self._add_model(ServedModel(info.name, host))
-        return [info.name.lower() for info in infos]
 
-    def _add_model(self, model: ServedModel) -> None:
-        if model.name.lower() in self.models:
-            raise ConfigError(f"two models are called {model.name!r}")
-        self.models[model.name.lower()] = model
+        async def build(on_lost: OnEngineLost) -> Engine:
+            return engine
+
+        key = self.lifecycle.new_key(infos[0].name)
+        host = ModelHost(key, build, self.lifecycle, settings.limits, engine.slots)
+        self.lifecycle.add(host, math.inf, is_pinned=True)
+        for info in infos:
+            self.models[info.name.lower()] = ServedModel(info.name, host)
+        return [info.name.lower() for info in infos]
 
     def reconfigure(self, settings: Settings) -> None:
         """Apply new settings. Unchanged models keep their hosts, loaded or not."""
-        # All checks come first: a mistake must change nothing.
-        names = set(self._own_names)
-        for spec in settings.models:
-            for name in spec.names:
-                if name.lower() in names:
-                    raise ConfigError(f"two models are called {name!r}")
-                names.add(name.lower())
-        self.lifecycle.set_limits(settings.memory, settings.turn_seconds)
-        self._configure(settings)
-
-    def _configure(self, settings: Settings) -> None:
+        # The check comes first: a mistake must change nothing.
+        seen: set[str] = set()
+        for name in [*self._own_names, *(name for spec in settings.models for name in spec.names)]:
+            if name.lower() in seen:
+                raise ConfigError(f"two models are called {name!r}")
+            seen.add(name.lower())
+        self.lifecycle.feed(LimitsChanged(settings.memory, settings.turn_seconds))
         old_models = {name: model for name, model in self.models.items() if name not in self._own_names}
         self.models = {name: model for name, model in self.models.items() if name in self._own_names}
         for spec in settings.models:
-            host = self._reuse_or_create_host(spec, old_models.get(spec.name.lower()), settings)
-            for name in spec.names:
-                self._add_model(ServedModel(name, host, spec))
+            host = self._host_for(spec, settings, old_models.get(spec.name.lower()))
+            self.models |= {name.lower(): ServedModel(name, host, spec) for name in spec.names}
         old_folder_models, folder_models = self._folder_models, {}
         for path, model in old_folder_models.items():
             assert model.found is not None
             spec = _folder_spec(model.found, settings)
-            host = self._reuse_or_create_host(spec, model, settings)
+            host = self._host_for(spec, settings, model)
             folder_models[path] = ServedModel(spec.name, host, spec, model.found)
         self._folder_models = folder_models
         remaining = {model.host.key for model in (*self.models.values(), *self._folder_models.values())}
         for model in {model.host.key: model for model in (*old_models.values(), *old_folder_models.values())}.values():
             if model.host.key not in remaining:
                 is_changed = model.found is not None or model.name.lower() in self.models
-                self.lifecycle.remove(model.host, "its configuration has changed" if is_changed else NOT_CONFIGURED)
+                reason = "its configuration has changed" if is_changed else NOT_CONFIGURED
+                self.lifecycle.feed(ModelRemoved(model.host.key, reason))
         self._settings = settings
         self._aliases = AliasTable(settings.aliases)
         self.discovery = Discovery(settings.folders)
         self._scanned_at = -math.inf
 
-    def _reuse_or_create_host(self, spec: ModelSpec, old: ServedModel | None, settings: Settings) -> ModelHost:
-        """Return the old model's host if the new spec runs like the old one."""
-        keep_alive = settings.keep_alive if spec.keep_alive is None else spec.keep_alive
-        if old is None or old.spec is None or not old.spec.can_share_engine(spec):
-            return self._create_host(spec, keep_alive, settings.limits)
-        self.lifecycle.add(old.host, keep_alive)
-        old.host.set_limits(settings.limits)
-        old.host.failures.reset_pause()
-        old.host.config_location = _config_location(spec)
-        return old.host
-
-    def _create_host(self, spec: ModelSpec, keep_alive: float, limits: Limits) -> ModelHost:
-        slots = spec.options.get("slots")
-        host = ModelHost(
-            self.lifecycle.new_key(spec.name),
-            self._engine_factory(spec, limits),
-            self.lifecycle,
-            limits,
-            slots if isinstance(slots, int) else None,
-            estimate_memory=lambda: memory_estimate.expected_memory(spec),
-            remember_memory=lambda size: memory_estimate.remember_memory(spec, size),
-            config_location=_config_location(spec),
-        )
-        self.lifecycle.add(host, keep_alive)
+    def _host_for(self, spec: ModelSpec, settings: Settings, old: ServedModel | None = None) -> ModelHost:
+        """Return the old model's host if the new spec runs like the old one, otherwise a new host."""
+        if old is not None and old.spec is not None and old.spec.can_share_engine(spec):
+            host = old.host
+            host.spec = spec
+            host.set_limits(settings.limits)
+            host.failures.reset_pause()
+        else:
+            slots = spec.options.get("slots")
+            host = ModelHost(
+                self.lifecycle.new_key(spec.name),
+                self._engine_factory(spec, settings.limits),
+                self.lifecycle,
+                settings.limits,
+                slots if isinstance(slots, int) else None,
+                spec,
+            )
+        self.lifecycle.add(host, settings.keep_alive if spec.keep_alive is None else spec.keep_alive)
         return host
 
     @property
@@ -169,7 +155,7 @@ class Catalog:
     def resolve(self, name: str) -> ServedModel:
         """Return the model for a name, using the last scan of the folders."""
         key = name.strip().lower() or (self.default or "").lower()
-        if len(key) <= LONGEST_NAME:
+        if len(key) <= MAX_NAME_LENGTH:
             if (model := self._find_configured(key)) is not None:
                 return model
             if (target := self._aliases.resolve(key)) is not None:
@@ -226,7 +212,8 @@ class Catalog:
             self._scanned_at = time.monotonic()
             current = {found.path for found in self.discovery.found.values()} - set(paths)
             for path in [path for path in self._folder_models if path not in current]:
-                self.lifecycle.remove(self._folder_models.pop(path).host, "its file has left the models folder")
+                host = self._folder_models.pop(path).host
+                self.lifecycle.feed(ModelRemoved(host.key, "its file has left the models folder"))
         finally:
             self._scan_task = None
 
@@ -246,7 +233,7 @@ class Catalog:
         if key in self.models:
             return self.models[key]
         for model in self.models.values():
-            if model.spec is not None and model.spec.has(key):
+            if model.spec is not None and model.spec.includes(key):
                 return model.member(key)
         return None
 
@@ -260,7 +247,7 @@ class Catalog:
             return self.models[self._configured_paths[found.path]]
         if found.path not in self._folder_models:
             spec = _folder_spec(found, self._settings)
-            host = self._create_host(spec, self._settings.keep_alive, self._settings.limits)
+            host = self._host_for(spec, self._settings)
             self._folder_models[found.path] = ServedModel(found.name, host, spec, found)
         return self._folder_models[found.path]
 
@@ -268,9 +255,9 @@ class Catalog:
         shown = name if len(name) <= 100 else name[:100] + "…"
         names = [model.name for model in self.models.values()]
         names += [found.name for found in self._runnable() if found.name not in names]
-        same_name = [found.name for found in self.discovery.called(name.strip().lower())]
-        similar = same_name[:MOST_LISTED] or _similar_names(name, [*names, *self._aliases.exact_names])
-        listed = ", ".join(names[:MOST_LISTED]) + (", …" if len(names) > MOST_LISTED else "")
+        same_name = [found.name for found in self.discovery.find_all(name.strip().lower())]
+        similar = same_name[:MAX_LISTED] or _similar_names(name, [*names, *self._aliases.exact_names])
+        listed = ", ".join(names[:MAX_LISTED]) + (", …" if len(names) > MAX_LISTED else "")
         message = f"model {shown!r} is not served here; "
         message += f"did you mean {' or '.join(similar)}? " if similar else ""
         message += f"models: {listed or 'none'} (aliases: {', '.join(self._aliases.targets) or 'none'})."
@@ -290,13 +277,13 @@ def _vagueness(pattern: str) -> tuple[int, int, int]:
 
 def _similar_names(name: str, names: Sequence[str]) -> list[str]:
     by_lower = {known.lower(): known for known in names}
-    key = name.strip().lower()[:LONGEST_NAME]
+    key = name.strip().lower()[:MAX_NAME_LENGTH]
     return [by_lower[match] for match in difflib.get_close_matches(key, by_lower, n=3, cutoff=0.6)]
 
 
 def _engine_for(found: DiscoveredModel) -> str | None:
     if found.kind == "gguf":
-        return "llama"
+        return DEFAULT_ENGINE
     return DIRECTORY_ENGINE if engine_class(DIRECTORY_ENGINE).is_installed() else None
 
 
@@ -306,34 +293,21 @@ def _folder_spec(found: DiscoveredModel, settings: Settings) -> ModelSpec:
     if engine is None:
         raise NotSupported(
             f"model '{found.name}' is a folder of {found.architecture or 'weights'}, which no installed engine runs: "
-            "install one with pip install 'dragoman[vllm]', or serve a GGUF file of the model"
+            f"install one with pip install 'dragoman[{DIRECTORY_ENGINE}]', or serve a GGUF file of the model"
         )
-    as_is = engine == "llama" and settings.layout == "as-is"
-    return ModelSpec(found.name, engine, found.path, {"layout": "as-is"} if as_is else {})
-
-
-def _config_location(spec: ModelSpec) -> str | None:
-    return None if spec.place is None else f"{spec.place}: models.{spec.name}"
+    return ModelSpec(found.name, engine, found.path).with_layout(settings.layout)
 
 
 def _scan_folders(discovery: Discovery, specs: Sequence[ModelSpec]) -> dict[str, str]:
     """Scan the folders and return the lower-case names of configured models by the path of their files."""
-    discovery.look()
+    discovery.scan()
     paths = {}
     for spec in specs:
         try:
-            path = _local_path(spec)
+            path = spec.locate()
             if path is not None:
                 paths[str(path.resolve())] = spec.name.lower()
         except (ConfigError, OSError):
             # A request for the model reports the error.
             continue
     return paths
-
-
-def _local_path(spec: ModelSpec) -> Path | None:
-    """Return the file or folder of a model, if it exists here."""
-    if spec.file is not None:
-        return sources.locate(spec.file)
-    folder = None if spec.source is None else Path(spec.source).expanduser()
-    return folder if folder is not None and folder.is_dir() else None

@@ -5,18 +5,16 @@ is the next event.
 """
 
 import asyncio
-import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from dragoman.config.quantities import format_size
 from dragoman.core.errors import ConfigError, ModelFailed
 from dragoman.models import residency
-from dragoman.models.engine_factory import run_in_daemon_thread
-from dragoman.models.model_host import ModelHost
+from dragoman.models.engine_loader import EngineLoader, run_in_daemon_thread
 from dragoman.models.residency import Residency, ResidencyState
 
 log = logging.getLogger("dragoman.models")
@@ -24,49 +22,14 @@ log = logging.getLogger("dragoman.models")
 UNLOADED = "the model was unloaded while it was being loaded; try again"
 
 
-class EntryQueue:
-    """The futures of requests that wait for a model, by ticket number."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
-        self._entries: dict[int, asyncio.Future[None]] = {}
-
-    def add(self) -> tuple[int, "asyncio.Future[None]"]:
-        number = next(self._numbers)
-        self._entries[number] = entry = asyncio.get_running_loop().create_future()
-        return number, entry
-
-    def remove(self, entry: "asyncio.Future[None]") -> int | None:
-        """Remove an entry and return its ticket number, if it still waits."""
-        number = next((number for number, known in self._entries.items() if known is entry), None)
-        if number is not None:
-            del self._entries[number]
-        return number
-
-    def admit(self, numbers: Iterable[int], on_cancelled: Callable[[], None]) -> None:
-        for number in numbers:
-            entry = self._entries.pop(number)
-            if entry.done():
-                # It was cancelled in this turn of the event loop and has not been removed yet.
-                asyncio.get_running_loop().call_soon(on_cancelled)
-            else:
-                entry.set_result(None)
-
-    def refuse(self, numbers: Iterable[int], error: Callable[[], Exception]) -> None:
-        for number in numbers:
-            entry = self._entries.pop(number)
-            if not entry.done():
-                entry.set_exception(error())
-
-
 class HostTasks:
     """The background tasks that load, unload and measure hosts; each reports its outcome as an event."""
 
-    def __init__(self, feed: Callable[[residency.Event], None], decisions: Residency) -> None:
+    def __init__(self, feed: Callable[[residency.Event], None]) -> None:
         self._feed = feed
-        self._residency = decisions
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loads: dict[str, asyncio.Task[None]] = {}
+        self.loads: dict[str, asyncio.Task[None]] = {}
+        """The last load of each host."""
         self.is_stopping = False
 
     async def stop(self) -> None:
@@ -74,14 +37,6 @@ class HostTasks:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def start_load(self, host: ModelHost) -> None:
-        load = self.spawn(self._load(host))
-        if load is not None:
-            self._loads[host.key] = load
-
-    def forget(self, key: str) -> None:
-        self._loads.pop(key, None)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
         """Start a task, unless the server is stopping."""
@@ -93,7 +48,7 @@ class HostTasks:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def estimate_memory(self, host: ModelHost) -> None:
+    async def estimate_memory(self, host: EngineLoader) -> None:
         try:
             need = await run_in_daemon_thread(host.estimate_memory)
         except Exception as error:  # noqa: BLE001 (a custom engine may raise anything; it is logged)
@@ -102,7 +57,12 @@ class HostTasks:
         else:
             self._feed(residency.MemoryEstimated(host.key, need))
 
-    async def _load(self, host: ModelHost) -> None:
+    def load(self, host: EngineLoader) -> None:
+        load = self.spawn(self._load(host))
+        if load is not None:
+            self.loads[host.key] = load
+
+    async def _load(self, host: EngineLoader) -> None:
         try:
             size = await host.start()
         except Exception:  # noqa: BLE001 (the host has logged it and keeps it for waiting requests)
@@ -111,19 +71,18 @@ class HostTasks:
         self._feed(residency.ModelLoaded(host.key, size))
         await asyncio.to_thread(host.remember_memory, size)
 
-    async def abort(self, host: ModelHost) -> None:
+    async def abort(self, host: EngineLoader) -> None:
         """Cancel the load and kill its process."""
-        load = self._loads[host.key]
+        load = self.loads[host.key]
         load.cancel()
         await asyncio.wait([load])
         # The load may have finished in the meantime.
         await host.unload()
         self._feed(residency.ModelUnloaded(host.key))
 
-    async def unload(self, host: ModelHost) -> None:
+    async def unload(self, host: EngineLoader, budget: int | None) -> None:
         await host.measure()
         # Growth beyond the budget did not prevent this load and must not prevent the next one.
-        budget = self._residency.budget
         size = host.memory if budget is None else min(host.memory, budget)
         await host.unload()
         self._feed(residency.ModelUnloaded(host.key))
@@ -133,10 +92,9 @@ class HostTasks:
 class Lifecycle:
     def __init__(self, budget: int | None, turn: float) -> None:
         self._residency = Residency(budget, turn)
-        self._hosts: dict[str, ModelHost] = {}
+        self._hosts: dict[str, EngineLoader] = {}
         self._name_counts: dict[str, int] = {}
-        self._entries = EntryQueue()
-        self._tasks = HostTasks(self._feed, self._residency)
+        self._tasks = HostTasks(self.feed)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = math.inf
 
@@ -144,70 +102,49 @@ class Lifecycle:
     def budget(self) -> int | None:
         return self._residency.budget
 
-    def add(self, host: ModelHost, keep_alive: float, stays: bool = False) -> None:
+    def add(self, host: EngineLoader, keep_alive: float, is_pinned: bool = False) -> None:
         """Add a host, or change the keep-alive time of a known one."""
         self._hosts[host.key] = host
-        self._feed(residency.ModelAdded(host.key, keep_alive, stays))
+        self.feed(residency.ModelAdded(host.key, keep_alive, is_pinned))
 
     def new_key(self, name: str) -> str:
         """Return an unused key: an older host of this name may still have requests."""
         self._name_counts[name] = number = self._name_counts.get(name, 0) + 1
         return name if number == 1 else f"{name} ({number})"
 
-    def remove(self, host: ModelHost, reason: str = residency.NOT_CONFIGURED) -> None:
-        self._feed(residency.ModelRemoved(host.key, reason))
-
-    def set_limits(self, budget: int | None, turn: float) -> None:
-        self._feed(residency.LimitsChanged(budget, turn))
-
-    def residency_of(self, host: ModelHost) -> ResidencyState:
+    def residency_of(self, host: EngineLoader) -> ResidencyState:
         return self._residency.models.get(host.key) or ResidencyState(0)
 
-    def enter(self, host: ModelHost) -> bool:
+    def enter(self, host: EngineLoader) -> bool:
         return host.key in self._hosts and self._residency.enter(host.key)
 
-    def wait_for_entry(self, host: ModelHost) -> "asyncio.Future[None]":
-        number, entry = self._entries.add()
+    def wait_for_entry(self, host: EngineLoader) -> "asyncio.Future[None]":
+        entry: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         is_gone = host.key not in self._hosts
         if is_gone:
             # The host was removed while the request waited for a slot; the request is still served.
             self.add(host, 0)
-        self._feed(residency.UseRequested(host.key, number))
+        self.feed(residency.UseRequested(host.key, entry))
         if is_gone:
-            self.remove(host)
+            self.feed(residency.ModelRemoved(host.key))
         return entry
 
-    def cancel_entry(self, host: ModelHost, entry: "asyncio.Future[None]") -> None:
+    def cancel_entry(self, host: EngineLoader, entry: "asyncio.Future[None]") -> None:
         """Stop waiting; an entry that has just been granted is given back."""
         if entry.done() and not entry.cancelled():
             if entry.exception() is None:
                 self.leave(host)
             return
-        number = self._entries.remove(entry)
-        if number is not None:
-            self._feed(residency.UseCancelled(host.key, number))
         entry.cancel()
+        self.feed(residency.UseCancelled(host.key, entry))
 
-    def leave(self, host: ModelHost) -> None:
+    def leave(self, host: EngineLoader) -> None:
         if not self._residency.leave(host.key, time.monotonic()):
-            self._feed(residency.TimerFired())
+            self.feed(residency.TimerFired())
 
-    def request_load(self, host: ModelHost) -> None:
-        if host.key in self._hosts and self.residency_of(host).state != "in":
-            self._feed(residency.LoadRequested(host.key))
-
-    def request_unload(self, host: ModelHost) -> None:
+    def request_unload(self, host: EngineLoader) -> None:
         """Unload the model as soon as no request uses it."""
-        if host.key in self._hosts:
-            self._feed(residency.UnloadRequested(host.key))
-
-    def report_lost(self, host: ModelHost) -> None:
-        if self.residency_of(host).state == "in":
-            self._feed(residency.ModelLost(host.key))
-
-    def report_memory(self, host: ModelHost) -> None:
-        if host.key in self._hosts:
-            self._feed(residency.MemoryMeasured(host.key, host.memory))
+        self.feed(residency.UnloadRequested(host.key))
 
     async def stop(self) -> None:
         if self._timer is not None:
@@ -215,7 +152,10 @@ class Lifecycle:
         await self._tasks.stop()
         await asyncio.gather(*(host.unload() for host in self._hosts.values()))
 
-    def _feed(self, event: residency.Event) -> None:
+    def feed(self, event: residency.Event) -> None:
+        """Apply an event, and carry out what follows from it. An event of a forgotten host is ignored."""
+        if isinstance(event, residency.ModelEvent) and event.key not in self._hosts:
+            return
         for effect in self._residency.feed(event, time.monotonic()):
             self._perform(effect)
         self._set_timer()
@@ -225,22 +165,30 @@ class Lifecycle:
         if isinstance(effect, residency.EstimateMemory):
             self._tasks.spawn(self._tasks.estimate_memory(host))
         elif isinstance(effect, residency.LoadModel):
-            self._tasks.start_load(host)
+            self._tasks.load(host)
         elif isinstance(effect, residency.AbortLoad):
             log.info("model %s: loading is cancelled: an unload was requested", host.key)
             self._tasks.spawn(self._tasks.abort(host))
         elif isinstance(effect, residency.UnloadModel):
             log.info("model %s: unloading: %s", host.key, effect.reason)
-            self._tasks.spawn(self._tasks.unload(host))
+            self._tasks.spawn(self._tasks.unload(host, self.budget))
         elif isinstance(effect, residency.AdmitRequests):
-            self._entries.admit(effect.tickets, lambda: self.leave(host))
+            self._admit(host, effect)
         elif isinstance(effect, residency.RefuseRequests):
             self._refuse(host, effect)
         else:
             del self._hosts[effect.key]
-            self._tasks.forget(effect.key)
+            self._tasks.loads.pop(effect.key, None)
 
-    def _refuse(self, host: ModelHost, effect: residency.RefuseRequests) -> None:
+    def _admit(self, host: EngineLoader, effect: residency.AdmitRequests) -> None:
+        for entry in effect.tickets:
+            if entry.done():
+                # It was cancelled in this turn of the event loop.
+                asyncio.get_running_loop().call_soon(self.leave, host)
+            else:
+                entry.set_result(None)
+
+    def _refuse(self, host: EngineLoader, effect: residency.RefuseRequests) -> None:
         if effect.need is not None:
             need, budget = format_size(effect.need), format_size(self.budget or 0)
             host.fail(
@@ -249,10 +197,10 @@ class Lifecycle:
                     "raise memory, or lower its context or slots"
                 )
             )
-        self._entries.refuse(
-            effect.tickets,
-            lambda: ModelFailed(UNLOADED, retry_after=1) if effect.is_dismissed else host.refusal(),
-        )
+        for entry in effect.tickets:
+            if not entry.done():
+                error = ModelFailed(UNLOADED, retry_after=1) if effect.is_unload_requested else host.refusal()
+                entry.set_exception(error)
 
     def _set_timer(self) -> None:
         """Wake up when the residency is due. A timer that fires early is harmless."""
@@ -266,4 +214,4 @@ class Lifecycle:
 
     def _fire_timer(self) -> None:
         self._timer, self._timer_due = None, math.inf
-        self._feed(residency.TimerFired())
+        self.feed(residency.TimerFired())

@@ -1,11 +1,11 @@
 """Decides which models are in memory: a pure reducer from events to effects, without a clock or engines.
 
-    out -> queued -> loading -> in -> leaving -> out
+    unloaded -> queued -> loading -> loaded -> unloading -> unloaded
 
 Rules
-1. Models that are loading, in and leaving together stay within the memory budget, as far as their needs are known. The
-   largest value that was estimated or measured counts. A model that alone needs more than the budget is refused. One
-   that only grew beyond the budget while it was used is not refused; it counts as the whole budget.
+1. Models that are loading, loaded and unloading together stay within the memory budget, as far as their needs are
+   known. The largest value that was estimated or measured counts. A model that alone needs more than the budget is
+   refused. One that only grew beyond the budget while it was used is not refused; it counts as the whole budget.
 2. A model in use is not unloaded.
 3. Models queue for memory in the order of their first request. Only a model that needs no memory overtakes.
 4. While a model is queued, the others keep their memory for a turn: `turn` seconds from their load. Then they admit no
@@ -21,7 +21,7 @@ With n models that compete for memory, a request waits for at most n turns, load
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -30,7 +30,9 @@ UNUSED_SECONDS = 30.0
 """A model loaded on request stays for at least this long before its first use."""
 NOT_CONFIGURED = "it is no longer configured"
 
-State = Literal["out", "loading", "in", "leaving"]
+State = Literal["unloaded", "loading", "loaded", "unloading"]
+Ticket = Any
+"""Identifies a waiting request; any hashable value."""
 
 
 class ModelEvent(msgspec.Struct, frozen=True):
@@ -38,10 +40,10 @@ class ModelEvent(msgspec.Struct, frozen=True):
 
 
 class ModelAdded(ModelEvent, frozen=True):
-    """A new model, or new settings for a known one. A model that `stays` is never unloaded to save memory."""
+    """A new model, or new settings for a known one. A model that `is_pinned` is never unloaded to save memory."""
 
     keep_alive: float = math.inf
-    stays: bool = False
+    is_pinned: bool = False
 
 
 class ModelRemoved(ModelEvent, frozen=True):
@@ -56,11 +58,11 @@ class LimitsChanged(msgspec.Struct, frozen=True):
 class UseRequested(ModelEvent, frozen=True):
     """A request with this ticket waits for the model."""
 
-    ticket: int
+    ticket: Ticket
 
 
 class UseCancelled(ModelEvent, frozen=True):
-    ticket: int
+    ticket: Ticket
 
 
 class LoadRequested(ModelEvent, frozen=True):
@@ -92,7 +94,7 @@ class LoadFailed(ModelEvent, frozen=True):
 
 
 class ModelLost(ModelEvent, frozen=True):
-    """The engine has gone, and its memory is free."""
+    """The engine of a loaded model has gone, and its memory is free. A load that fails is a `LoadFailed`."""
 
 
 class ModelUnloaded(ModelEvent, frozen=True):
@@ -123,7 +125,7 @@ class UnloadModel(ModelEffect, frozen=True):
 
 
 class AdmitRequests(ModelEffect, frozen=True):
-    tickets: tuple[int, ...]
+    tickets: tuple[Ticket, ...]
 
 
 class AbortLoad(ModelEffect, frozen=True):
@@ -131,11 +133,11 @@ class AbortLoad(ModelEffect, frozen=True):
 
 
 class RefuseRequests(ModelEffect, frozen=True):
-    """`need` is larger than the budget; None: the load failed, or the model `is_dismissed`."""
+    """`need` is larger than the budget; None: the load failed, or an unload was requested."""
 
-    tickets: tuple[int, ...]
+    tickets: tuple[Ticket, ...]
     need: int | None = None
-    is_dismissed: bool = False
+    is_unload_requested: bool = False
 
 
 class ForgetModel(ModelEffect, frozen=True):
@@ -150,18 +152,18 @@ class ResidencyState:
 
     def __init__(self, order: int) -> None:
         self.keep_alive = math.inf
-        self.stays = False
+        self.is_pinned = False
         self.need: int | None = None
         """Memory to load it, if known."""
         self.grown = 0
         """The most memory it took in use."""
-        self.state: State = "out"
+        self.state: State = "unloaded"
         self.order = order
         self.running = 0
-        self.waiting: dict[int, None] = {}
+        self.waiting: dict[Ticket, None] = {}
         self.since = self.idle_since = 0.0
-        self.is_estimating = self.is_load_requested = self.is_dismissed = self.is_removed = self.is_closed = False
-        self.is_unused = False
+        self.is_estimating = self.is_load_requested = self.is_unload_requested = False
+        self.is_removed = self.is_closed = self.is_unused = False
         self.removal_reason = ""
 
     @property
@@ -170,7 +172,7 @@ class ResidencyState:
 
     @property
     def admits(self) -> bool:
-        return self.state == "in" and not self.is_closed and not self.is_dismissed
+        return self.state == "loaded" and not self.is_closed and not self.is_unload_requested
 
     def loaded_memory(self, budget: float) -> float:
         """Memory that it takes when loaded, within the budget."""
@@ -178,12 +180,12 @@ class ResidencyState:
 
     def current_memory(self, budget: float = math.inf) -> float:
         """Memory that it takes now."""
-        return 0 if self.state == "out" else self.loaded_memory(budget)
+        return 0 if self.state == "unloaded" else self.loaded_memory(budget)
 
     @property
     def idle_until(self) -> float:
         keep = max(self.keep_alive, UNUSED_SECONDS) if self.is_unused else self.keep_alive
-        return math.inf if self.stays else self.idle_since + keep
+        return math.inf if self.is_pinned else self.idle_since + keep
 
 
 class Residency:
@@ -211,7 +213,8 @@ class Residency:
         model.idle_since = now
         if model.running:
             return True
-        may_unload = model.is_removed or model.is_dismissed or (model.keep_alive < math.inf and not model.stays)
+        can_expire = model.keep_alive < math.inf and not model.is_pinned
+        may_unload = model.is_removed or model.is_unload_requested or can_expire
         return self.budget is None and not may_unload
 
     def feed(self, event: Event, now: float) -> list[Effect]:
@@ -222,7 +225,7 @@ class Residency:
             self.budget, self.turn = event.budget, event.turn
         elif isinstance(event, ModelAdded):
             model = self.models.setdefault(event.key, ResidencyState(0))
-            model.keep_alive, model.stays, model.is_removed = event.keep_alive, event.stays, False
+            model.keep_alive, model.is_pinned, model.is_removed = event.keep_alive, event.is_pinned, False
         elif isinstance(event, ModelEvent):
             return self._apply_to(self.models[event.key], event, now)
         return []
@@ -234,7 +237,7 @@ class Residency:
                 model.order = self._last_order
             if isinstance(event, UseRequested):
                 model.waiting[event.ticket] = None
-            elif model.state in ("out", "leaving"):
+            elif model.state in ("unloaded", "unloading"):
                 model.is_load_requested = True
         elif isinstance(event, UseCancelled):
             model.waiting.pop(event.ticket, None)
@@ -249,31 +252,31 @@ class Residency:
             model.grown = max(model.grown, event.need)
         elif isinstance(event, ModelLoaded):
             return self._apply_loaded(model, event, now)
-        elif isinstance(event, LoadFailed | ModelLost):
+        elif isinstance(event, LoadFailed) or (isinstance(event, ModelLost) and model.state == "loaded"):
             return self._apply_loss(model, event)
         elif isinstance(event, ModelUnloaded):
-            model.state, model.is_dismissed = "out", False
+            model.state, model.is_unload_requested = "unloaded", False
         return []
 
     def _apply_unload_request(self, key: str, model: ResidencyState) -> list[Effect]:
         model.is_load_requested = False
         if model.state != "loading":
-            model.is_dismissed = model.state == "in"
+            model.is_unload_requested = model.state == "loaded"
             return []
-        model.state = "leaving"
+        model.state = "unloading"
         tickets = tuple(model.waiting)
         model.waiting.clear()
-        return [RefuseRequests(key, tickets, is_dismissed=True), AbortLoad(key)]
+        return [RefuseRequests(key, tickets, is_unload_requested=True), AbortLoad(key)]
 
     def _apply_loaded(self, model: ResidencyState, event: ModelLoaded, now: float) -> list[Effect]:
         # An unknown need stays unknown: it is estimated when a budget requires it.
         model.need = max(model.need or 0, event.need) or model.need
         model.since = model.idle_since = now
         model.is_closed, model.is_unused, model.is_load_requested = False, not model.waiting, False
-        if self.budget is not None and (model.need or 0) > self.budget and not model.stays:
-            model.state = "leaving"
+        if self.budget is not None and (model.need or 0) > self.budget and not model.is_pinned:
+            model.state = "unloading"
             return [UnloadModel(event.key, "it needs more memory than the limit"), self._refuse(event.key, model)]
-        model.state = "in"
+        model.state = "loaded"
         return []
 
     def _admit(self, key: str, model: ResidencyState) -> AdmitRequests:
@@ -284,8 +287,8 @@ class Residency:
         return AdmitRequests(key, tickets)
 
     def _apply_loss(self, model: ResidencyState, event: LoadFailed | ModelLost) -> list[Effect]:
-        model.is_estimating = model.is_load_requested = model.is_dismissed = False
-        model.state = "out"
+        model.is_estimating = model.is_load_requested = model.is_unload_requested = False
+        model.state = "unloaded"
         if isinstance(event, ModelLost) or not model.waiting:
             return []
         tickets = tuple(model.waiting)
@@ -309,23 +312,23 @@ class Residency:
 
     def _unload_idle(self, now: float) -> Iterator[Effect]:
         for key, model in list(self.models.items()):
-            if model.running or (model.waiting and not model.is_dismissed):
+            if model.running or (model.waiting and not model.is_unload_requested):
                 continue
-            if model.state == "out" and model.is_removed:
+            if model.state == "unloaded" and model.is_removed:
                 del self.models[key]
                 yield ForgetModel(key)
-            elif model.state == "in" and model.is_removed:
+            elif model.state == "loaded" and model.is_removed:
                 yield self._unload(key, model, model.removal_reason)
-            elif model.state == "in" and model.is_dismissed:
+            elif model.state == "loaded" and model.is_unload_requested:
                 yield self._unload(key, model, "an unload was requested")
-            elif model.state == "in" and now >= model.idle_until:
+            elif model.state == "loaded" and now >= model.idle_until:
                 yield self._unload(key, model, f"it was not used for {model.keep_alive:g} s")
-            elif model.state == "in":
+            elif model.state == "loaded":
                 self.due = min(self.due, model.idle_until)
 
     def _load_queued(self, now: float) -> Iterator[Effect]:
         queue = sorted(
-            ((key, model) for key, model in self.models.items() if model.state == "out" and model.is_wanted),
+            ((key, model) for key, model in self.models.items() if model.state == "unloaded" and model.is_wanted),
             key=lambda entry: entry[1].order,
         )
         is_blocked = False
@@ -359,7 +362,9 @@ class Residency:
 
     def _make_room(self, shortage: float, now: float, reason: str, closing: bool) -> Iterator[Effect]:
         """Unload idle models and close busy ones until the shortage is covered."""
-        shortage -= sum(model.current_memory(self._limit) for model in self.models.values() if model.state == "leaving")
+        shortage -= sum(
+            model.current_memory(self._limit) for model in self.models.values() if model.state == "unloading"
+        )
         for key, model in self._by_last_use():
             if shortage <= 0:
                 return
@@ -376,12 +381,12 @@ class Residency:
 
     def _by_last_use(self) -> Iterable[tuple[str, ResidencyState]]:
         """Models that may be unloaded: idle ones first, then the least recently used."""
-        loaded = [entry for entry in self.models.items() if entry[1].state == "in" and entry[1].current_memory()]
+        loaded = [entry for entry in self.models.items() if entry[1].state == "loaded" and entry[1].current_memory()]
         return sorted(
-            (entry for entry in loaded if not entry[1].stays),
+            (entry for entry in loaded if not entry[1].is_pinned),
             key=lambda entry: (entry[1].running > 0, entry[1].since if entry[1].running else entry[1].idle_since),
         )
 
     def _unload(self, key: str, model: ResidencyState, reason: str) -> UnloadModel:
-        model.state = "leaving"
+        model.state = "unloading"
         return UnloadModel(key, reason)

@@ -35,26 +35,18 @@ class CountStage:
         return events
 
     def _finish(self, last: Finished) -> Finished:
-        usage = self._merge_usage(last.usage)
+        if last.usage is None:
+            started = self._started
+            counted = Usage(
+                started.prompt_tokens, self._completion, started.cached_tokens, self._reasoning, started.kept_tokens
+            )
+        else:
+            counted = last.usage
+        usage = msgspec.structs.replace(counted, reasoning=self._reasoning) if self._reasoning else counted
         # A reply that is ended by a stage does not include the usage that the engine reports last.
         is_uncounted = last.usage is None and last.stop is not None and not usage.completion
         warnings = (*last.warnings, UNCOUNTED) if is_uncounted else last.warnings
         return msgspec.structs.replace(last, usage=usage, warnings=warnings)
-
-    def _merge_usage(self, reported: Usage | None) -> Usage:
-        if reported is None:
-            return self._usage
-        return msgspec.structs.replace(reported, reasoning=self._reasoning) if self._reasoning else reported
-
-    @property
-    def _usage(self) -> Usage:
-        return Usage(
-            prompt=self._started.prompt_tokens,
-            completion=self._completion,
-            cached=self._started.cached_tokens,
-            reasoning=self._reasoning,
-            kept=self._started.kept_tokens,
-        )
 
 
 class LimitStage:

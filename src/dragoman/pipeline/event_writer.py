@@ -17,15 +17,18 @@ import msgspec
 from dragoman.core.errors import DECODE_ERRORS
 from dragoman.core.events import Event, ReasoningDelta, TextDelta, TokenLogprob, ToolCallDelta, ToolCallStart
 from dragoman.core.request import Tool
-from dragoman.pipeline.call_readers import MalformedCall
 from dragoman.pipeline.text_buffer import TextBuffer
 
 Kind = Literal["text", "thought", "start", "arguments"]
 
 
-LEAST_FENCE = 3
+MIN_FENCE = 3
 """Backticks that begin a code fence."""
 TICKS = re.compile("`+")
+
+
+class MalformedCall(Exception):
+    """The text is not a call."""
 
 
 class SingleCallDone(Exception):
@@ -45,8 +48,10 @@ class EventWriter:
         """Whether the current reasoning has any text yet."""
         self.calls: list[str] = []
         self.warnings: list[str] = []
-        self.started = False
+        self.has_started_call = False
+        """Whether the current call was reported, so that it cannot be withdrawn."""
         self.strict = False
+        """Whether only calls of offered tools are accepted, because no marker announced the call."""
         self._buffer = buffer
         self._tools = tools
         self._parallel = parallel
@@ -58,7 +63,7 @@ class EventWriter:
         """Record the tokens of the next piece of the buffer."""
         self._tokens.append((self._buffer.position + len(self._buffer.window), delta))
 
-    def text(self, text: str) -> None:
+    def write_text(self, text: str) -> None:
         if text:
             self.track_text(text)
             self._add("text", text)
@@ -81,29 +86,30 @@ class EventWriter:
                 self._fence = _fence_after(self._fence, len(run[0]))
 
     @property
-    def in_fence(self) -> bool:
+    def is_in_fence(self) -> bool:
         """Whether text that follows now is inside a code fence."""
         return _fence_after(self._fence, self._ticks) > 0
 
-    def thought(self, text: str) -> None:
+    def write_thought(self, text: str) -> None:
         if text:
             self.has_thought = True
             self._add("thought", text)
 
-    def start(self, name: str) -> None:
+    def start_call(self, name: str) -> None:
+        """Raises `MalformedCall` if a call of this tool is not allowed here."""
         if self.strict and name not in self._tools:
             raise MalformedCall
-        self.started = True
+        self.has_started_call = True
         self.calls.append(name)
         self._add("start", name)
 
-    def arguments(self, text: str) -> None:
+    def write_arguments(self, text: str) -> None:
         if text:
             self._arguments.append(text)
             self._add("arguments", text)
 
-    def end(self) -> None:
-        self.started = False
+    def end_call(self) -> None:
+        self.has_started_call = False
         self._check("".join(self._arguments))
         self._arguments.clear()
         self._buffer.start_recording()
@@ -121,7 +127,8 @@ class EventWriter:
         if message not in self.warnings:
             self.warnings.append(message)
 
-    def parameters(self, name: str) -> Mapping[str, Any]:
+    def parameter_schemas(self, name: str) -> Mapping[str, Any]:
+        """Return the known schemas of a tool's parameters."""
         tool = self._tools.get(name)
         properties = (tool.parameters or {}).get("properties") if tool else None
         return properties if isinstance(properties, Mapping) else {}
@@ -167,6 +174,6 @@ class EventWriter:
 
 def _fence_after(fence: int, ticks: int) -> int:
     """Return the open fence after a run of backticks. As in Markdown, a run at least as long as the first closes it."""
-    if ticks < max(fence, LEAST_FENCE):
+    if ticks < max(fence, MIN_FENCE):
         return fence
     return 0 if fence else ticks

@@ -15,16 +15,16 @@ from typing import Protocol
 
 import msgspec
 
-from dragoman.core.engine import Engine
+from dragoman.core.engine import Engine, call_engine
 from dragoman.core.errors import BadRequest, ContextTooLong, NotSupported, UnsupportedParameter, quote
 from dragoman.core.events import Event, Finished, Started, Usage
+from dragoman.core.features import Feature
 from dragoman.core.request import Asked, GenerationRequest, Logprobs
 from dragoman.formats import FORMATS
 from dragoman.formats.bare_json import JSON
 from dragoman.formats.syntax import PLAIN, ModelFormat
 from dragoman.pipeline import Stage
 from dragoman.pipeline.count import CountStage, LimitStage
-from dragoman.pipeline.event_stream import call_engine, push_events
 from dragoman.pipeline.split import SplitStage
 from dragoman.pipeline.stop import StopStage
 
@@ -35,19 +35,20 @@ OnEvents = Callable[[int, Sequence[Event]], Awaitable[None] | None]
 """Called with the index of a choice and its events that are ready. It may return an awaitable to apply back
 pressure."""
 
-SERVER_FEATURES = frozenset({"stop", "choices", "best_of"})
+SERVER_FEATURES = frozenset({Feature.STOP, Feature.CHOICES, Feature.BEST_OF})
 """Features that the server provides for every engine."""
 
 ESSENTIAL = frozenset(
     {
-        *("chat", "completion", "token_prompt", "infill", "images", "audio", "files"),
-        *("tools", "custom_tools", "constraint", "structural_tag"),
+        *(Feature.CHAT, Feature.COMPLETION, Feature.TOKEN_PROMPT, Feature.INFILL),
+        *(Feature.IMAGES, Feature.AUDIO, Feature.FILES),
+        *(Feature.TOOLS, Feature.CUSTOM_TOOLS, Feature.CONSTRAINT, Feature.STRUCTURAL_TAG),
     }
 )
 """Features that cannot be ignored: without them the reply would not answer the request."""
 
 
-STAGE_FEATURES = frozenset({"max_tokens", "usage"})
+STAGE_FEATURES = frozenset({Feature.MAX_TOKENS, Feature.USAGE})
 """Features that determine which stages are needed."""
 
 
@@ -81,13 +82,13 @@ def unsupported_parameter(model: str, param: str) -> UnsupportedParameter:
 def check_limits(request: GenerationRequest, choices: int, stop_strings: int) -> None:
     requested = max(request.choices, request.best_of) * max(1, len(request.prompts))
     if requested > choices:
-        param = _find_param(request, "choices", "best_of", "completion")
+        param = _find_param(request, Feature.CHOICES, Feature.BEST_OF, Feature.COMPLETION)
         raise BadRequest(f"at most {choices} choices are allowed per request, not {requested}", param=param)
     if len(request.stop) > stop_strings:
-        raise BadRequest(f"at most {stop_strings} stop strings are allowed", param=_find_param(request, "stop"))
+        raise BadRequest(f"at most {stop_strings} stop strings are allowed", param=_find_param(request, Feature.STOP))
 
 
-def _find_param(request: GenerationRequest, *features: str) -> str | None:
+def _find_param(request: GenerationRequest, *features: Feature) -> str | None:
     """Return the field that asked for the first requested feature among `features`."""
     params = {asked.feature: asked.param for asked in request.asked}
     return next((params[feature] for feature in features if feature in params), None)
@@ -152,7 +153,7 @@ async def _run_choice(engine: Engine, request: GenerationRequest, index: int, on
 
     # If a stage ends the reply, the rest of the engine's output is not needed.
     with suppress(_ReplyComplete):
-        await push_events(engine, request, on_ready)
+        await engine.deliver(request, on_ready)
 
 
 class _ReplyComplete(Exception):
@@ -167,7 +168,7 @@ async def _raise_after(waiting: Awaitable[None]) -> None:
 def _build_stages(engine: Engine, request: GenerationRequest) -> list[Stage]:
     supports = engine.supports()
     stages: list[Stage] = []
-    if request.max_tokens is not None and "max_tokens" not in supports:
+    if request.max_tokens is not None and Feature.MAX_TOKENS not in supports:
         stages.append(LimitStage(request.max_tokens))
     syntax = _reply_format(engine, request)
     if syntax is not PLAIN:
@@ -178,7 +179,7 @@ def _build_stages(engine: Engine, request: GenerationRequest) -> list[Stage]:
     # Stop strings must not cut a constrained reply.
     if request.stop and request.constraint is None:
         stages.append(StopStage(request.stop))
-    if stages or "usage" not in supports:
+    if stages or Feature.USAGE not in supports:
         stages.append(CountStage())
     return stages
 
@@ -237,7 +238,7 @@ async def _run_choices(
 async def _check_prompt_lengths(engine: Engine, requests: Sequence[GenerationRequest]) -> None:
     """Reject a prompt that is too long before another prompt is answered, while an error status can still be sent."""
     context = next((info.context for info in engine.models() if info.name == requests[0].model), None)
-    if context is None or "count_tokens" not in engine.supports():
+    if context is None or Feature.COUNT_TOKENS not in engine.supports():
         return
     for request in requests:
         tokens = await call_engine(engine.count_tokens, request)

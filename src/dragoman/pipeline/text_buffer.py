@@ -174,6 +174,12 @@ class TextBuffer:
                 return
             yield
 
+    def skip_comma(self) -> Parser[None]:
+        """Consume a comma and whitespace around it."""
+        yield from self.skip_space()
+        yield from self.take_literal(",")
+        yield from self.skip_space()
+
     def starts_with(self, texts: Sequence[str]) -> Parser[str]:
         """Return the longest of the texts that comes next, without consuming it; empty if none does."""
         while not self.ended and any(len(text) > len(self.window) and text.startswith(self.window) for text in texts):

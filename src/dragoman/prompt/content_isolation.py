@@ -16,6 +16,7 @@ Rules
 5. Otherwise template and content are tokenized together, as in the model's training.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -44,6 +45,7 @@ class TemplateMarks:
         self.markable = re.compile(f"[{chr(FIRST_MARK)}-{chr(LAST_MARK)}]|{longest}")
         self._control = re.compile(f"(?=({longest}))")
         self.characters = frozenset("".join(texts))
+        self._first_characters = sorted({text[0] for text in texts})
         self.literal_marks = _MarkTable(FIRST_MARK)
 
     def mark_literal(self, text: str) -> str:
@@ -67,12 +69,13 @@ class TemplateMarks:
 
     def _has_only_literal_controls(self, part: str) -> bool:
         """Whether each control text, including overlapping ones, lies inside one literal of the template (rule 2)."""
-        found = self._control.findall(self._restore_literals(part))
-        return bool(found == [text for mark in _MARK.findall(part) for text in self._controls_in(ord(mark))])
+        literals = [self.literal_marks.texts.get(ord(mark), "") for mark in _MARK.findall(part)]
+        expected = [text for literal in literals for text in self._find_controls(literal)]
+        return self._find_controls(self._restore_literals(part)) == expected
 
-    def _controls_in(self, code: int) -> list[str]:
-        text = self.literal_marks.texts.get(code)
-        return self._control.findall(text) if text is not None else []
+    def _find_controls(self, text: str) -> list[str]:
+        # Looking for characters first is much faster: most long texts have none of them.
+        return self._control.findall(text) if any(char in text for char in self._first_characters) else []
 
     def _segments(self, parts: Iterable[str], content: "ContentMarker") -> Iterator[Segment]:
         for index, part in enumerate(parts):
@@ -141,15 +144,8 @@ def _longest_match_pattern(texts: Sequence[str]) -> str:
     branches = []
     for first in dict.fromkeys(text[0] for text in texts):
         group = [text for text in texts if text[0] == first]
-        start = _common_prefix(group[0], group[-1])
+        start = os.path.commonprefix((group[0], group[-1]))  # noqa: RUF071 (of characters)
         rests = [text[len(start) :] for text in group if len(text) > len(start)]
         tail = f"(?:{_longest_match_pattern(rests)})" if rests else ""
         branches.append(re.escape(start) + tail + ("?" if rests and start in group else ""))
     return "|".join(branches)
-
-
-def _common_prefix(one: str, other: str) -> str:
-    length = next(
-        (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
-    return one[:length]

@@ -16,8 +16,8 @@ from typing import Literal
 
 import msgspec
 
-from dragoman.core.request import Message, Part, Reasoning, Role, Text, ToolCall, ToolResult
-from dragoman.prompt.template_capabilities import Capabilities
+from dragoman.core.request import Message, Part, Reasoning, Text, ToolCall, ToolResult
+from dragoman.prompt.template_messages import Capabilities, text_message
 
 CallIds = Literal["any", "kimi", "mistral"]
 
@@ -47,10 +47,6 @@ def split_tool_results(messages: Iterable[Message], ids: CallIds) -> Iterator[Me
                 number += 1
         if parts or not message.parts:
             yield Message("system" if message.role == "developer" else message.role, tuple(parts), message.name)
-
-
-def text_message(role: Role, text: str) -> Message:
-    return Message(role, (Text(text),))
 
 
 def template_call_id(call: ToolCall, number: int, ids: CallIds) -> str:

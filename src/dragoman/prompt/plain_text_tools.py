@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from dragoman.core.request import Message, Reasoning, Text, Tool, ToolCall
 from dragoman.formats.syntax import (
     Braced,
@@ -19,9 +21,7 @@ from dragoman.formats.syntax import (
     Tagged,
     split_fields,
 )
-from dragoman.prompt.message_folding import text_message
-from dragoman.prompt.template_capabilities import Capabilities
-from dragoman.prompt.template_messages import parse_arguments, to_template_tool
+from dragoman.prompt.template_messages import Capabilities, parse_arguments, text_message, to_template_tool
 
 EXAMPLE = ToolCall("", "NAME", '{"PARAMETER": "value"}')
 
@@ -32,7 +32,10 @@ def write_tools_as_text(
     """Move everything that the template does not show into the text of the messages."""
     folded = [_message_as_text(message, capabilities, model_format) for message in messages]
     if tools and not capabilities.tools:
-        folded = _add_to_system_message(folded, _describe_tools(tools, model_format))
+        description = _describe_tools(tools, model_format)
+        if not folded or folded[0].role != "system":
+            return [text_message("system", description), *folded]
+        folded[0] = replace(folded[0], parts=(*folded[0].parts, Text(f"\n\n{description}")))
     return folded
 
 
@@ -44,13 +47,6 @@ def format_calls(calls: Sequence[ToolCall], model_format: ModelFormat) -> str:
     if section.multiple:
         return f"{section.open}{(section.separator or chr(10)).join(texts)}{section.close}"
     return "\n".join(f"{section.open}{text}{section.close}" for text in texts)
-
-
-def _add_to_system_message(messages: list[Message], description: str) -> list[Message]:
-    if messages and messages[0].role == "system":
-        lead = Message("system", (*messages[0].parts, Text(f"\n\n{description}")), messages[0].name)
-        return [lead, *messages[1:]]
-    return [text_message("system", description), *messages]
 
 
 def _describe_tools(tools: Iterable[Tool], model_format: ModelFormat) -> str:

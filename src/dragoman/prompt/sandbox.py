@@ -8,10 +8,7 @@ Rules
 
 import json
 import re
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import wraps
 from typing import Any, Literal, NoReturn
@@ -52,11 +49,13 @@ class CompiledTemplate(msgspec.Struct, frozen=True):
 
 class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
+    check_time = staticmethod(template_limits.check_time)
+    measure = staticmethod(template_limits.check_container)
 
     def __init__(self) -> None:
         extensions = ["jinja2.ext.loopcontrols", _Generation]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=self.measure)
-        self.concat = self._join_pieces  # type: ignore[method-assign]
+        self.concat = template_limits.join_pieces  # type: ignore[method-assign]
         self.filters |= {"tojson": _tojson, "replace": _replace, "join": _join, "indent": _indent, "format": _format}
         self.filters |= {"center": _center, "round": _round, "sum": _sum}
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": strftime_now}
@@ -70,7 +69,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
         }
         tests: dict[str, Any] = dict(self.tests)
         self.tests = tests | {name: _with_checks(tests[name], name) for name in COMPARISONS}
-        self._clock = threading.local()
 
     def compile_template(self, source: str, mark_literal: Callable[[str], str]) -> CompiledTemplate:
         """Compile a template. `mark_literal` marks its string literals."""
@@ -80,13 +78,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
             # The search changes the tree, so it gets a separate one.
             variables = frozenset(meta.find_undeclared_variables(self.parse(source)))
             tree = self.parse(source)
-            strings = frozenset(_find_strings(tree))
+            strings = {attribute.attr for attribute in tree.find_all(nodes.Getattr)}
             for data in tree.find_all(nodes.TemplateData):
                 data.data = mark_literal(data.data)
             for constant in tree.find_all(nodes.Const):
                 if isinstance(constant.value, str):
+                    strings.add(constant.value)
                     constant.value = mark_literal(constant.value)
-            return CompiledTemplate(self.from_string(_LimitInserter().visit(tree)), variables, strings)
+            return CompiledTemplate(self.from_string(_LimitInserter().visit(tree)), variables, frozenset(strings))
         except TemplateSyntaxError as error:
             raise ConfigError(f"the chat template does not parse: {error.message} (line {error.lineno})") from error
         except RecursionError as error:
@@ -96,35 +95,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         except template_limits.TemplateLimitError as error:
             raise ConfigError(f"the chat template cannot be compiled: limit exceeded: {error}") from error
 
-    @contextmanager
-    def time_limit(self, seconds: float) -> Iterator[None]:
-        """Limit the total time of everything that this thread renders inside the context."""
-        self._clock.seconds = seconds
-        self._clock.end = time.monotonic() + seconds
-        try:
-            yield
-        finally:
-            del self._clock.end
-
-    def check_time(self) -> bool:
-        end = getattr(self._clock, "end", None)
-        if end is not None and time.monotonic() > end:
-            raise template_limits.TemplateLimitError(f"more than {self._clock.seconds:g} s")
-        return True
-
-    def measure(self, value: Any) -> Any:
-        """Return the value. Raises TemplateLimitError if it is too large to be printed, compared or hashed."""
-        template_limits.check_container(value)
-        return value
-
     def concat_values(self, *values: Any) -> str:
         """The operator `~`."""
         for value in values:
             template_limits.check_container(value)
-        return self._join_pieces(map(str, values))
-
-    def _join_pieces(self, pieces: Iterable[str]) -> str:
-        return template_limits.join_pieces(piece for piece in pieces if self.check_time())
+        return template_limits.join_pieces(map(str, values))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         template_limits.check_operation(operator, left, right)
@@ -172,8 +147,9 @@ def _with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     def checked(*args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
             template_limits.check_container(value)
-            if name in SLOW:
-                template_limits.check_slow_input(value)
+            if name in SLOW and isinstance(value, str) and len(value) > template_limits.MAX_SLOW_TEXT:
+                problem = f"a text of more than {template_limits.MAX_SLOW_TEXT} characters in a slow filter"
+                raise template_limits.TemplateLimitError(problem)
         return function(*args, **kwargs)
 
     return checked
@@ -182,14 +158,6 @@ def _with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 def strftime_now(form: str) -> str:
     template_limits.check_width(len(form))
     return datetime.now().strftime(form)
-
-
-def _find_strings(tree: nodes.Template) -> Iterator[str]:
-    for constant in tree.find_all(nodes.Const):
-        if isinstance(constant.value, str):
-            yield constant.value
-    for attribute in tree.find_all(nodes.Getattr):
-        yield attribute.attr
 
 
 class _LimitInserter(NodeTransformer):

@@ -20,9 +20,15 @@ from dragoman.prompt.content_isolation import ContentMarker, Segment, TemplateMa
 from dragoman.prompt.message_folding import fold_messages, split_tool_results, template_call_id
 from dragoman.prompt.plain_text_tools import write_tools_as_text
 from dragoman.prompt.sandbox import Sandbox, TemplateRaisedError
-from dragoman.prompt.template_capabilities import Capabilities, JsonDict, probe_template
-from dragoman.prompt.template_limits import TemplateLimitError, limit_output
-from dragoman.prompt.template_messages import TextTransform, to_template_messages, to_template_tool, transform_strings
+from dragoman.prompt.template_capabilities import JsonDict, probe_template
+from dragoman.prompt.template_limits import TemplateLimitError, limit_rendering
+from dragoman.prompt.template_messages import (
+    Capabilities,
+    TextTransform,
+    to_template_messages,
+    to_template_tool,
+    transform_strings,
+)
 from dragoman.prompt.variables import THINKING_VARIABLES, TemplateVariables, build_variables
 
 FALLBACK_TEMPLATE = """\
@@ -76,14 +82,20 @@ class ChatTemplate:
         self._allowed = frozenset(allowed)
         self._seconds = seconds
         self._marking = TemplateMarks(control)
-        self._sandbox = Sandbox()
         source = FALLBACK_TEMPLATE if source is None else source
-        self._compiled = self._sandbox.compile_template(source, self._marking.mark_literal)
+        self._compiled = Sandbox().compile_template(source, self._marking.mark_literal)
         # Models with and without reasoning share a format, so the template decides.
-        mentioned = any(mark in source for mark in _reasoning_markers(format))
-        self._thinks = mentioned or not THINKING_VARIABLES.isdisjoint(self._compiled.variables)
+        channels = format.channels
+        marks = [text.strip() for tags in format.thoughts for text in (tags.open, tags.close)]
+        marks += [] if channels is None else [channels.open]
+        self._openers = [tags.open for tags in format.thoughts]
+        if channels is not None:
+            self._openers += [f"{channels.open}{name}{channels.message}" for name in channels.hidden]
+        self._thinks = any(mark in source for mark in marks) or not THINKING_VARIABLES.isdisjoint(
+            self._compiled.variables
+        )
         self._tokens = {"bos_token": self._marking.mark_literal(bos), "eos_token": self._marking.mark_literal(eos)}
-        with self._sandbox.time_limit(EXAMPLES_FACTOR * seconds), limit_output(EXAMPLE_BUDGET):
+        with limit_rendering(EXAMPLES_FACTOR * seconds, EXAMPLE_BUDGET):
             self._capabilities = probe_template(
                 self._compiled, self._render_example, lambda call, at: template_call_id(call, at, format.call_ids)
             )
@@ -92,7 +104,7 @@ class ChatTemplate:
     def render(self, request: GenerationRequest) -> Prompt:
         known = build_variables(request, self._compiled, self._capabilities, self._thinks, self._allowed)
         try:
-            with self._sandbox.time_limit(self._seconds):
+            with limit_rendering(self._seconds):
                 return self._render_first_accepted(request, known)
         except RecursionError as error:
             raise BadRequest("the conversation is nested too deeply", param="messages") from error
@@ -179,7 +191,7 @@ class ChatTemplate:
         if not segments or not segments[-1].special:
             return None
         text = segments[-1].text.rstrip()
-        openers = (opener for opener in _reasoning_openers(self._format) if text.endswith(opener.strip()))
+        openers = (opener for opener in self._openers if text.endswith(opener.strip()))
         return max(openers, key=len, default=None)
 
 
@@ -208,22 +220,6 @@ def _fallbacks(capabilities: Capabilities) -> Iterator[Capabilities]:
     yield replace(strict, system=False)
     yield replace(strict, calls=False, results=False)
     yield replace(strict, calls=False, results=False, system=False)
-
-
-def _reasoning_openers(syntax: ModelFormat) -> Iterator[str]:
-    for tags in syntax.thoughts:
-        yield tags.open
-    if syntax.channels is not None:
-        for name in syntax.channels.hidden:
-            yield f"{syntax.channels.open}{name}{syntax.channels.message}"
-
-
-def _reasoning_markers(syntax: ModelFormat) -> Iterator[str]:
-    for tags in syntax.thoughts:
-        yield tags.open.strip()
-        yield tags.close.strip()
-    if syntax.channels is not None:
-        yield syntax.channels.open
 
 
 def _count_names(messages: Sequence[Message]) -> int:

@@ -3,11 +3,13 @@
 Templates come with model files and are not trusted. Time is checked between steps, so no single step may be large:
 every operation that can make a longer value is measured first. Lists may contain each other, so a value can be much
 larger than its memory: it is measured before it is printed, compared or hashed (`check_container`). While a template is
-probed with examples, its total output is limited (`limit_output`).
+probed with examples, its total output is limited (`limit_rendering`).
 """
 
+import math
 import re
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, MappingView
 from contextlib import contextmanager
 from itertools import islice
@@ -38,24 +40,39 @@ class TemplateLimitError(TemplateError):
     """The template exceeds a limit."""
 
 
-_budget = threading.local()
+class _Limits(threading.local):
+    """The limits of what this thread renders now."""
+
+    seconds = 0.0
+    end = math.inf
+    left: float = math.inf
+
+
+_limits = _Limits()
 
 
 @contextmanager
-def limit_output(size: int) -> Iterator[None]:
-    """Limit the sum of characters and items that templates produce in this thread."""
-    _budget.left = size
+def limit_rendering(seconds: float, size: float = math.inf) -> Iterator[None]:
+    """Limit the total time of everything that this thread renders inside the context, and the sum of characters and
+    items that it produces."""
+    _limits.seconds, _limits.end, _limits.left = seconds, time.monotonic() + seconds, size
     try:
         yield
     finally:
-        del _budget.left
+        _limits.end = _limits.left = math.inf
 
 
-def check_container(value: Any) -> None:
-    """Raise TemplateLimitError if a value is too large to be printed, compared or hashed. Items that occur twice count
-    twice."""
+def check_time() -> bool:
+    if time.monotonic() > _limits.end:
+        raise TemplateLimitError(f"more than {_limits.seconds:g} s")
+    return True
+
+
+def check_container(value: Any) -> Any:
+    """Return the value. Raises TemplateLimitError if it is too large to be printed, compared or hashed. Items that
+    occur twice count twice."""
     if not isinstance(value, CONTAINERS):
-        return
+        return value
     items, text, pending = MAX_CONTAINER_ITEMS, MAX_TEXT, [value]
     while pending:
         children = _children(pending.pop())
@@ -64,6 +81,7 @@ def check_container(value: Any) -> None:
         if items < 0 or text < 0:
             raise _too_long()
         pending += [inner for inner in children if isinstance(inner, CONTAINERS)]
+    return value
 
 
 def _children(value: Any) -> list[Any]:
@@ -72,14 +90,10 @@ def _children(value: Any) -> list[Any]:
     return [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
 
 
-def check_slow_input(value: Any) -> None:
-    if isinstance(value, str) and len(value) > MAX_SLOW_TEXT:
-        raise TemplateLimitError(f"a text of more than {MAX_SLOW_TEXT} characters in a slow filter")
-
-
 def join_pieces(pieces: Iterable[str]) -> str:
     size, collected = 0, []
     for piece in pieces:
+        check_time()
         size += len(piece)
         if size > MAX_TEXT:
             raise _too_long()
@@ -114,14 +128,18 @@ def check_call(method: Any, arguments: tuple[Any, ...], options: Mapping[str, An
     if not isinstance(text, str):
         return arguments
     if name == "expandtabs":
-        check_tabs(text, arguments[0] if arguments else options.get("tabsize", 8))
+        width = arguments[0] if arguments else options.get("tabsize", 8)
+        check_width(width)
+        _check_size(text, len(text) + text.count("\t") * width if isinstance(width, int) else 0)
     elif name == "join" and arguments:
         arguments = (to_list(arguments[0]),)
         check_join(text, arguments[0])
     elif name == "replace":
         check_replace(text, *arguments[:2])
     elif name == "translate" and arguments:
-        check_translation(text, arguments[0])
+        values = arguments[0].values() if isinstance(arguments[0], dict) else arguments[0]
+        if isinstance(values, Iterable):
+            _check_size(text, len(text) * max(map(_size, values), default=1))
     elif name in PADDING and arguments:
         check_width(arguments[0])
     elif name in SPLITTING:
@@ -129,18 +147,6 @@ def check_call(method: Any, arguments: tuple[Any, ...], options: Mapping[str, An
         pieces = text.count(separator) if isinstance(separator, str) and separator else len(text) // 2
         _check_size([], pieces)
     return arguments
-
-
-def check_tabs(text: str, width: Any) -> None:
-    check_width(width)
-    if isinstance(width, int):
-        _check_size(text, len(text) + text.count("\t") * width)
-
-
-def check_translation(text: str, table: Any) -> None:
-    values = table.values() if isinstance(table, dict) else table
-    if isinstance(values, Iterable):
-        _check_size(text, len(text) * max(map(_size, values), default=1))
 
 
 def check_replace(text: str, old: Any = None, new: Any = None) -> None:
@@ -194,12 +200,9 @@ def _check_size(value: Any, size: int) -> None:
 
 
 def _charge(size: int) -> None:
-    left = getattr(_budget, "left", None)
-    if left is None:
-        return
-    if size > left:
+    if size > _limits.left:
         raise TemplateLimitError("more text than allowed for examples")
-    _budget.left = left - max(size, 0)
+    _limits.left -= max(size, 0)
 
 
 def _size(value: Any) -> int:

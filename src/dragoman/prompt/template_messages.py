@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 
 from dragoman.core.errors import DECODE_ERRORS
-from dragoman.core.request import Message, Reasoning, Tool, ToolCall, ToolResult
-from dragoman.prompt.template_capabilities import Capabilities
+from dragoman.core.request import Message, Reasoning, Role, Text, Tool, ToolCall, ToolResult
 
 TextTransform = Callable[[str], str]
 
@@ -23,6 +22,40 @@ SCHEMA_WORDS = {
     *("object", "array", "string", "integer", "number", "boolean", "null"),
 }
 """Templates look for these in schemas, so they are not marked. They cannot form control texts."""
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    """What a template accepts and shows. `content_parts`: it requires content as a list of parts."""
+
+    content_parts: bool = False
+    system: bool = True
+    multiple_systems: bool = True
+    """Several system messages at the beginning."""
+    system_with_results: bool = True
+    """Some templates show the system message only before a question, not after tool results."""
+    late_system: bool = True
+    repeated_roles: bool = True
+    """Consecutive messages of the same role."""
+    assistant_first: bool = True
+    tools: bool = True
+    calls: bool = True
+    parallel_calls: bool = True
+    text_with_calls: bool = True
+    text_with_thought: bool = True
+    """Text next to calls if there is also reasoning."""
+    arguments_as_text: bool = False
+    null_content: bool = False
+    """It shows calls only if the content is null, not an empty string."""
+    results: bool = True
+    names: bool = True
+    reasoning_key: str | None = "reasoning_content"
+    """The message key from which it reads the reasoning of earlier turns, if any."""
+    effort_levels: frozenset[str] = frozenset()
+    """The values it accepts for `reasoning_effort`."""
+
+
+def text_message(role: Role, text: str) -> Message:
+    return Message(role, (Text(text),))
 
 
 def to_template_messages(

@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 
 from dragoman.core.errors import BadRequest
+from dragoman.core.features import Feature
 from dragoman.core.request import GenerationRequest, Thinking
 from dragoman.prompt.sandbox import CompiledTemplate, strftime_now
-from dragoman.prompt.template_capabilities import Capabilities
+from dragoman.prompt.template_messages import Capabilities
 
 SWITCHES = ("enable_thinking", "thinking")
 THINKING_VARIABLES = frozenset({*SWITCHES, "reasoning_effort"})
@@ -80,7 +81,7 @@ def _ignored_thinking_params(request: GenerationRequest, known: Mapping[str, Any
     engine closes the reasoning itself."""
     if not _is_thinking_requested(request.thinking):
         return []
-    params = [requested.param for requested in request.asked if requested.feature == "thinking"]
+    params = [requested.param for requested in request.asked if requested.feature == Feature.THINKING]
     efforts = [param for param in params if "effort" in param]
     switches = [param for param in params if param not in efforts and not ("budget" in param or "max_" in param)]
     lost = [] if "reasoning_effort" in known or request.thinking.effort is None else efforts

@@ -1,7 +1,4 @@
-"""Parts shared by the OpenAI protocols: sampling fields, usage, log probabilities, errors, framing, rate limit headers.
-
-x-ratelimit-{limit,remaining,reset}-{requests,tokens}       a reset is a duration: 6m0s, 1.5s, 20ms
-"""
+"""Parts shared by the OpenAI protocols: sampling fields, content parts, usage, log probabilities, framing."""
 
 import math
 from abc import ABC, abstractmethod
@@ -12,29 +9,24 @@ import msgspec
 
 from dragoman.core.errors import BadRequest, DragomanError, quote
 from dragoman.core.events import Event, TextDelta, TokenLogprob, Usage, total_usage
-from dragoman.core.rate_limits import RateLimitState
-from dragoman.core.request import Asked, GenerationRequest, RepetitionPenalty, Sampling
-from dragoman.protocols.json_body import encode_texts, field_error, unknown_fields
+from dragoman.core.features import Feature
+from dragoman.core.request import Asked, GenerationRequest, Image, RepetitionPenalty, Sampling, Text
+from dragoman.protocols.errors import encode_openai_error
+from dragoman.protocols.json_body import encode_texts, missing_field, unknown_fields
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+TokenIds = tuple[TokenId, ...]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Retention = Literal["in_memory", "in-memory", "24h"]
 
-RETENTION_SECONDS = {"24h": 24 * 3600.0}
-"""Other values of `Retention` keep a prompt only while there is room."""
+RETENTION_SECONDS: dict[str | None, float] = {"24h": 24 * 3600.0}
+"""How long a prompt stays cached. Other values of `Retention` keep it only while there is room."""
 MAX_STOP_LENGTH = 1024
 MAX_BIASES = 1024
 DONE = b"data: [DONE]\n\n"
-
-
-def decode_token_ids(entries: list[Any], path: str) -> tuple[int, ...]:
-    try:
-        return msgspec.convert(entries, tuple[TokenId, ...])
-    except msgspec.ValidationError as error:
-        raise field_error(error, path) from None
 
 
 def decode_limit(query: Mapping[str, str], default: int, most: int) -> int:
@@ -74,20 +66,81 @@ SAMPLING = tuple(name for name in Sampling.__struct_fields__ if name != "logit_b
 LABELS = ("user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier")
 NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "top_p": 1, "min_p": 0}
 """Values without effect, which every engine supports."""
-OTHER_FEATURES = ("logit_bias", "stop", "stop_token_ids", "ignore_eos")
+OTHER_FEATURES = (Feature.LOGIT_BIAS, Feature.STOP, Feature.STOP_TOKEN_IDS, Feature.IGNORE_EOS)
 
 
-def retention_seconds(retention: Retention | None) -> float:
-    """Return how long the prompt must stay cached even if memory is short."""
-    return RETENTION_SECONDS.get(retention or "", 0.0)
+class ImageAddress(msgspec.Struct, frozen=True):
+    url: str
 
 
-def decode_labels(fields: SamplingFields) -> dict[str, Any]:
-    """Return the fields that do not change the reply but may matter to an upstream server."""
-    found = {name: value for name in LABELS if (value := getattr(fields, name, None))}
-    if found.get("service_tier") in ("auto", "default"):
-        del found["service_tier"]
-    return found
+class ContentPart(msgspec.Struct, frozen=True):
+    """A part of the content of a message; the fields depend on the type."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: ImageAddress | str | None = None
+    file_id: str | None = None
+
+
+Content = str | list[ContentPart] | None
+CHAT_PARTS = {"text": "text", "refusal": "refusal", "image_url": "images", "input_audio": "audio", "file": "files"}
+RESPONSE_PARTS = {
+    **dict.fromkeys(("text", "input_text", "output_text", "summary_text", "reasoning_text"), "text"),
+    "refusal": "refusal",
+    "input_image": "images",
+    "input_audio": "audio",
+    "input_file": "files",
+}
+"""The types of content parts: the field of their text, or the feature that they request."""
+
+
+def decode_content(
+    content: Content, parts: Mapping[str, str], path: str, asked: list[Asked]
+) -> tuple[Text | Image, ...]:
+    if content is None:
+        return ()
+    if isinstance(content, str):
+        return (Text(content),)
+    return tuple(_decode_part(part, parts, f"{path}[{at}]", asked) for at, part in enumerate(content))
+
+
+def _decode_part(part: ContentPart, parts: Mapping[str, str], path: str, asked: list[Asked]) -> Text | Image:
+    if part.type not in parts:
+        raise BadRequest(f"{path}.type: unknown type {quote(part.type)}", param=f"{path}.type")
+    kind = parts[part.type]
+    if kind in ("text", "refusal"):
+        text = part.text if kind == "text" else part.refusal
+        if text is None:
+            raise missing_field(f"{path}.{kind}")
+        return Text(text)
+    if kind == "images" and part.file_id is None:
+        if part.image_url is None:
+            raise missing_field(f"{path}.image_url")
+        asked.append(Asked(Feature.IMAGES, path))
+        return Image(url=part.image_url if isinstance(part.image_url, str) else part.image_url.url)
+    # There is no value for audio and files; the feature makes the server reject the request.
+    asked.append(Asked(Feature.FILES if kind == "images" else Feature(kind), path))
+    return Text("")
+
+
+def decode_common(fields: SamplingFields) -> dict[str, Any]:
+    """Decode the fields that all OpenAI protocols share, as arguments of a `GenerationRequest`."""
+    stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
+    for stop in stops:
+        check_stop(stop, "stop")
+    labels = {name: value for name in LABELS if (value := getattr(fields, name, None))}
+    if labels.get("service_tier") in ("auto", "default"):
+        del labels["service_tier"]
+    return {
+        "model": fields.model or "",
+        "sampling": _sampling(fields),
+        "labels": labels,
+        "keep_seconds": RETENTION_SECONDS.get(getattr(fields, "prompt_cache_retention", None), 0.0),
+        "stop": stops,
+        "stop_token_ids": tuple(fields.stop_token_ids or ()),
+        "ignore_eos": bool(fields.ignore_eos),
+    }
 
 
 def requested_features(
@@ -95,15 +148,19 @@ def requested_features(
 ) -> list[Asked]:
     """Return the features that the fields request. Fields in neither `fields` nor `others` are unknown."""
     present = {name: getattr(fields, name) for name in SAMPLING if name in parsed}
-    asked = [Asked(name, name) for name, value in present.items() if value is not None and value != NEUTRAL.get(name)]
-    asked += [Asked(name, name) for name in OTHER_FEATURES if getattr(fields, name)]
+    asked = [
+        Asked(Feature(name), name)
+        for name, value in present.items()
+        if value is not None and value != NEUTRAL.get(name)
+    ]
+    asked += [Asked(Feature(name), name) for name in OTHER_FEATURES if getattr(fields, name)]
     if fields.n is not None and fields.n > 1:
-        asked.append(Asked("choices", "n"))
+        asked.append(Asked(Feature.CHOICES, "n"))
     unknown = [name for name in unknown_fields(parsed, type(fields)) if name not in others]
-    return asked + [Asked("unknown", name) for name in unknown if parsed[name] is not None]
+    return asked + [Asked(Feature.UNKNOWN, name) for name in unknown if parsed[name] is not None]
 
 
-def decode_sampling(fields: SamplingFields) -> Sampling:
+def _sampling(fields: SamplingFields) -> Sampling:
     values = {name: getattr(fields, name) for name in SAMPLING}
     if fields.top_k == -1:
         values["top_k"] = 0  # Some clients send -1 for no limit.
@@ -119,13 +176,6 @@ def _biases(wire: dict[str, float]) -> dict[int, float]:
             raise BadRequest(f"logit_bias: {quote(key)} is not a token id", param="logit_bias")
         biases[int(key)] = bias
     return biases
-
-
-def decode_stops(wire: str | list[str] | None) -> tuple[str, ...]:
-    decoded = () if wire is None else (wire,) if isinstance(wire, str) else tuple(wire)
-    for stop in decoded:
-        check_stop(stop, "stop")
-    return decoded
 
 
 def check_stop(stop: str, path: str) -> None:
@@ -145,10 +195,6 @@ def encode_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def encode_error(error: DragomanError) -> dict[str, Any]:
-    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
-
-
 def encode_logprobs(entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
     return [{**_logprob(entry), "top_logprobs": [_logprob(other) for other in entry.top]} for entry in entries]
 
@@ -157,15 +203,8 @@ def _logprob(entry: TokenLogprob) -> dict[str, Any]:
     return {"token": entry.text.decode("utf-8", "replace"), "logprob": entry.logprob, "bytes": list(entry.text)}
 
 
-def rate_headers(rates: Sequence[RateLimitState]) -> list[tuple[bytes, bytes]]:
-    headers = []
-    for rate in rates:
-        values = {"limit": rate.limit, "remaining": rate.remaining, "reset": _format_duration(rate.reset)}
-        headers += [(f"x-ratelimit-{name}-{rate.what}".encode(), str(value).encode()) for name, value in values.items()]
-    return headers
-
-
-def _format_duration(seconds: float) -> str:
+def format_reset(seconds: float) -> str:
+    """Return the time until a reset, such as 6m0s, 1.5s or 20ms."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(round(seconds, 3), 60)
@@ -224,4 +263,4 @@ class StreamEncoder(ABC):
         return encode_frame({**self._header, "choices": [], "usage": encode_usage(total_usage(self._usages))}) + DONE
 
     def fail(self, error: DragomanError) -> bytes:
-        return encode_frame(encode_error(error))
+        return encode_frame(encode_openai_error(error))

@@ -1,41 +1,51 @@
-"""The table of wire protocols. A new protocol is one folder and one line in `PROTOCOLS`.
+"""The tables of wire protocols: those that the server answers in, and those that the client speaks.
 
-A protocol is a few pure functions and an encoder class, independent of engines and of other protocols. Shared parts:
+A protocol is a few pure functions, an encoder class and a reader class, independent of engines and of other protocols.
+Shared parts:
 
-    json_body             JSON parsing                              all
-    openai                sampling fields, usage, errors, framing   chat, completions, responses, messages (ranges)
-    chat.tools            names and number of tools                 chat, messages, responses
-    chat.response_format  structured output                         chat, completions
-    thinking              reasoning effort and budget               chat, responses
+    json_body, errors                                 JSON bodies, errors                           all
+    openai                                            sampling fields, content, usage, framing      the OpenAI protocols
+    tools, thinking                                   names and schemas; effort and budget          chats
+    response_format                                   structured output                             chat, completions
+    request_fields, reply_fields, reply_reader, sse   shared fields, readers of replies, frames     the client sides
 
-`responses` is not in the table: its handler resolves stored items between parsing and decoding a request.
+`responses` has no server entry: its handler resolves stored items between parsing and decoding a request.
+
+To add a protocol, start from `messages`: one folder, and one line in each table here. It also needs a route, a scope
+and tests; the extension points in `docs/architecture.md` list every place.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-from typing import Protocol as Interface
+from typing import Any, Protocol
 
 from dragoman.core.errors import DragomanError
 from dragoman.core.events import Event
-from dragoman.core.rate_limits import RateLimitState
-from dragoman.core.reply import Reply
+from dragoman.core.reply import RateLimitState, Reply
 from dragoman.core.request import GenerationRequest
-from dragoman.protocols import messages, openai
+from dragoman.protocols import errors, openai
+from dragoman.protocols.chat import client as chat_client
 from dragoman.protocols.chat import server as chat
 from dragoman.protocols.completions import server as completions
+from dragoman.protocols.messages import client as messages_client
+from dragoman.protocols.messages import server as messages
+from dragoman.protocols.responses import client as responses_client
 
 
-class Encoder(Interface):
+class Encoder(Protocol):
     """Encodes the events of one stream as bytes."""
 
-    def feed(self, choice: int, events: Sequence[Event]) -> bytes: ...
+    def feed(self, choice: int, events: Sequence[Event]) -> bytes:
+        """Encode events of the choice with this index. `Started` and `Finished` are among them, once per choice.
+
+        Events of several choices are interleaved. The result may be empty.
+        """
 
     def end(self) -> bytes:
-        """Encode the end of a complete stream."""
+        """Encode the end of a complete stream. Called once, after the `Finished` of all choices."""
 
     def fail(self, error: DragomanError) -> bytes:
-        """Encode the error of a failed stream."""
+        """Encode the error of a failed stream. Called once, instead of `end`."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +54,32 @@ class Family:
 
     encode_error: Callable[[DragomanError, str], dict[str, Any]]
     status: Callable[[DragomanError], int]
-    rate_headers: Callable[[Sequence[RateLimitState]], list[tuple[bytes, bytes]]]
+    rate_header: str
+    format_reset: Callable[[float], str]
     id_header: bytes | None = None
 
+    def rate_headers(self, rates: Sequence[RateLimitState]) -> list[tuple[bytes, bytes]]:
+        headers = []
+        for rate in rates:
+            values = {"limit": rate.limit, "remaining": rate.remaining, "reset": self.format_reset(rate.reset)}
+            for name, value in values.items():
+                headers.append((self.rate_header.format(name=name, what=rate.what).encode(), str(value).encode()))
+        return headers
 
-OPENAI = Family(lambda error, request_id: openai.encode_error(error), lambda error: error.status, openai.rate_headers)
-ANTHROPIC = Family(messages.encode_error, messages.status, messages.rate_headers, b"request-id")
+
+OPENAI = Family(
+    lambda error, request_id: errors.encode_openai_error(error),
+    lambda error: error.status,
+    "x-ratelimit-{name}-{what}",
+    openai.format_reset,
+)
+ANTHROPIC = Family(
+    errors.encode_anthropic_error,
+    errors.anthropic_status,
+    "anthropic-ratelimit-{what}-{name}",
+    messages.format_reset,
+    b"request-id",
+)
 
 
 def family(path: str, headers: Mapping[bytes, bytes]) -> Family:
@@ -58,8 +88,8 @@ def family(path: str, headers: Mapping[bytes, bytes]) -> Family:
     return ANTHROPIC if is_messages or b"anthropic-version" in headers else OPENAI
 
 
-class ReplyEncoding(Interface):
-    """Encodes a reply as a stream or as a whole: a `Protocol`, or an object made for one request."""
+class ReplyEncoding(Protocol):
+    """Encodes a reply as a stream or as a whole: a `ServerProtocol`, or an object made for one request."""
 
     @property
     def encoder(self) -> Callable[[GenerationRequest, int], Encoder]: ...
@@ -69,7 +99,14 @@ class ReplyEncoding(Interface):
 
 
 @dataclass(frozen=True)
-class Protocol:
+class ServerProtocol:
+    """The server side of a protocol.
+
+    `decode` parses and validates a body. It lists every requested feature in `GenerationRequest.asked`: a feature that
+    is missing there is not checked against the engine. `encoder` and `encode_reply` get the request and the time of
+    creation, in seconds.
+    """
+
     id_prefix: str
     decode: Callable[[bytes], GenerationRequest]
     encoder: Callable[[GenerationRequest, int], Encoder]
@@ -78,7 +115,13 @@ class Protocol:
 
 
 PROTOCOLS = {
-    "chat": Protocol("chatcmpl-", chat.decode, chat.ChatEncoder, chat.encode_reply),
-    "completions": Protocol("cmpl-", completions.decode, completions.CompletionEncoder, completions.encode_reply),
-    "messages": Protocol("msg_", messages.decode, messages.MessagesEncoder, messages.encode_reply, ANTHROPIC),
+    "chat": ServerProtocol("chatcmpl-", chat.decode, chat.ChatEncoder, chat.encode_reply),
+    "completions": ServerProtocol("cmpl-", completions.decode, completions.CompletionEncoder, completions.encode_reply),
+    "messages": ServerProtocol("msg_", messages.decode, messages.MessagesEncoder, messages.encode_reply, ANTHROPIC),
 }
+
+
+CLIENT_PROTOCOLS = {
+    protocol.name: protocol for protocol in (chat_client.PROTOCOL, messages_client.PROTOCOL, responses_client.PROTOCOL)
+}
+"""Protocols for conversations, in the order in which they are tried. For raw prompts there is `completions.client`."""

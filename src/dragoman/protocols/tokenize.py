@@ -9,45 +9,36 @@ from typing import Any
 import msgspec
 
 from dragoman.protocols import json_body
-from dragoman.protocols.openai import TokenId
+from dragoman.protocols.openai import TokenIds
 
 
-class TokenizeFields(msgspec.Struct, frozen=True):
+class TokenizeRequest(msgspec.Struct, frozen=True):
+    """With `parse_special`, control tokens in the text are recognized by name."""
+
     content: str | None = None
     prompt: str | None = None
     model: str | None = None
     parse_special: bool = False
 
-
-class DetokenizeFields(msgspec.Struct, frozen=True):
-    tokens: list[TokenId]
-    model: str | None = None
-
-
-class TokenizeRequest(msgspec.Struct, frozen=True):
-    """With `special`, control tokens in the text are recognized by name."""
-
-    model: str
-    text: str
-    special: bool
+    @property
+    def text(self) -> str:
+        return self.content if self.content is not None else self.prompt or ""
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True):
-    model: str
-    tokens: tuple[int, ...]
+    tokens: TokenIds
+    model: str | None = None
 
 
 def decode_tokenize(body: bytes) -> TokenizeRequest:
-    fields = json_body.convert(json_body.parse(body), TokenizeFields)
-    text = fields.content if fields.content is not None else fields.prompt
-    if text is None:
+    request = json_body.convert(json_body.parse(body), TokenizeRequest)
+    if request.content is None and request.prompt is None:
         raise json_body.missing_field("content")
-    return TokenizeRequest(fields.model or "", text, fields.parse_special)
+    return request
 
 
 def decode_detokenize(body: bytes) -> DetokenizeRequest:
-    fields = json_body.convert(json_body.parse(body), DetokenizeFields)
-    return DetokenizeRequest(fields.model or "", tuple(fields.tokens))
+    return json_body.convert(json_body.parse(body), DetokenizeRequest)
 
 
 def encode_tokens(tokens: Sequence[int], context: int | None) -> dict[str, Any]:

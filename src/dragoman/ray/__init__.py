@@ -4,11 +4,9 @@
                                                                      └─> Replica: an engine, on another machine
 
     deployments.py    the Serve application: a deployment for each model, and the entrance
-    replica.py        runs the engine of a model in a replica
-    engine.py         the Engine that the app holds for a model
+    engine.py         the engine of a model in a replica, and the Engine that the app holds for it
     router.py         Serve's request router
     replica_order.py  chooses replicas, without Ray
-    messages.py       the messages between the app and a replica
 
 Rules
 1. Everything except the engines is the same app as elsewhere, in one process, with one count of quotas and queues.

@@ -12,24 +12,26 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from dragoman.config.loading import Flags, load_settings
 from dragoman.config.model_spec import ModelSpec
-from dragoman.config.sections import ReplicaSettings
 from dragoman.config.settings import Limits, Settings
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class
 from dragoman.models import local_engine
-from dragoman.models.model_host import BuildEngine, OnEngineLost
-from dragoman.ray.engine import ReplicaEngine
-from dragoman.ray.replica import Replica
+from dragoman.models.engine_loader import BuildEngine, OnEngineLost
+from dragoman.ray.engine import Replica, ReplicaEngine
 from dragoman.server.app import App
-from dragoman.server.asgi import Receive, Scope, Send
-from dragoman.server.factory import build_app
+from dragoman.server.http.response import Receive, Scope, Send
+from dragoman.server.routes import build_app
 
 ARGUMENTS = ("config", "entrance_cpus")
 DEFAULT_ONGOING = 16
 """Concurrent requests of a replica without configured slots."""
-MOST_ENTRANCE_REQUESTS = 100_000
+MAX_ENTRANCE_REQUESTS = 100_000
 """High, so that the limits of the app apply and not those of Serve."""
+AUTOSCALING = (
+    *("min_replicas", "max_replicas", "target_ongoing_requests", "upscale_delay_s", "downscale_delay_s"),
+    *("look_back_period_s", "metrics_interval_s"),
+)
 SERVE_ID_HEADER = b"x-request-id"
 APP_ID_HEADER = b"x-dragoman-request-id"
 
@@ -58,7 +60,7 @@ def application(settings: Settings, *, entrance_cpus: float = 0.0) -> serve.Appl
     because an entrance without a free CPU would never start."""
     # The deployments define the models and how long they stay.
     fixed = msgspec.structs.replace(settings, models_dir=(), memory=None, keep_alive=math.inf)
-    deployed = [spec for spec in settings.models if engine_class(spec.engine).device != "elsewhere"]
+    deployed = [spec for spec in settings.models if not engine_class(spec.engine).runs_elsewhere]
     # Deployment names allow fewer characters; the number keeps them unique.
     names = {spec.name: f"model-{at}-{re.sub(r'[^A-Za-z0-9._-]', '-', spec.name)}" for at, spec in enumerate(deployed)}
 
@@ -68,7 +70,7 @@ def application(settings: Settings, *, entrance_cpus: float = 0.0) -> serve.Appl
     entrance = serve.deployment(serve.ingress(build)()).options(
         name="entrance",
         num_replicas=1,
-        max_ongoing_requests=MOST_ENTRANCE_REQUESTS,
+        max_ongoing_requests=MAX_ENTRANCE_REQUESTS,
         ray_actor_options={"num_cpus": entrance_cpus},
     )
     return entrance.bind(*(_deployment(spec, names[spec.name]).bind(spec, settings.limits) for spec in deployed))
@@ -95,6 +97,12 @@ class RequestIdMiddleware:
 
 def _deployment(spec: ModelSpec, name: str) -> Any:
     scale = spec.ray
+    if scale.replicas is None:
+        scaling: dict[str, Any] = {
+            "autoscaling_config": AutoscalingConfig(**{name: getattr(scale, name) for name in AUTOSCALING})
+        }
+    else:
+        scaling = {"num_replicas": scale.replicas}
     return serve.deployment(Replica).options(
         name=name,
         max_ongoing_requests=_ongoing_requests(spec),
@@ -105,19 +113,7 @@ def _deployment(spec: ModelSpec, name: str) -> Any:
             "resources": dict(scale.resources),
         },
         request_router_config=RequestRouterConfig(request_router_class="dragoman.ray.router.PrefixRouter"),
-        **({"autoscaling_config": _autoscaling(scale)} if scale.replicas is None else {"num_replicas": scale.replicas}),
-    )
-
-
-def _autoscaling(scale: ReplicaSettings) -> AutoscalingConfig:
-    return AutoscalingConfig(
-        min_replicas=scale.min_replicas,
-        max_replicas=scale.max_replicas,
-        target_ongoing_requests=scale.target_ongoing_requests,
-        upscale_delay_s=scale.upscale_delay_s,
-        downscale_delay_s=scale.downscale_delay_s,
-        look_back_period_s=scale.look_back_period_s,
-        metrics_interval_s=scale.metrics_interval_s,
+        **scaling,
     )
 
 

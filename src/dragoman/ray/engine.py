@@ -1,61 +1,112 @@
-"""Contains the Engine that the app holds for a model whose replicas run in the cluster.
+"""The replica that runs a model's engine in Ray Serve, and the proxy engine in the app for the replicas of a model.
 
 Rules
 1. If a replica dies before the first output, another one is tried, a few times. Later the caller gets an error: a reply
    never mixes the output of two replicas.
 2. Without a free replica a request waits for one; the app's queue limits how many wait.
 3. Closing a generation cancels it in the replica.
+4. The messages are those of a worker, without framing. Errors travel in them, because Ray would lose their fields.
+5. An engine that needs a worker gets one in the replica too, although a replica is a process of its own: the engine may
+   then kill its process with all that it started, and it restarts faster than a replica. When the worker is given up,
+   the replica reports that it is unhealthy, and Serve replaces it.
 """
 
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
-from dragoman.core.embeddings import Embedding, Input
-from dragoman.core.engine import Engine, ModelInfo, RenderedPrompt
-from dragoman.core.errors import ENCODE_ERRORS, BadRequest, DragomanError, EngineDied, EngineFailed, Unavailable
-from dragoman.core.events import Event, Started
+from dragoman.config.model_spec import ModelSpec
+from dragoman.config.settings import Limits
+from dragoman.core.engine import ModelInfo, stream_events
+from dragoman.core.errors import ENCODE_ERRORS, BadRequest, DragomanError, EngineDied, Unavailable, engine_failure
+from dragoman.core.events import Event, Listener, Started, notify
 from dragoman.core.request import GenerationRequest
-from dragoman.engines.upstream.prefix_index import hash_prefixes
-from dragoman.ipc.worker_messages import Answer, CountTokens, Detokenize, Embed, Question, Render, Tokenize
-from dragoman.ipc.worker_process import UNSENDABLE
-from dragoman.pipeline.event_stream import engine_failure
-from dragoman.ray.messages import EngineInfo, decode_answer, decode_engine_info, decode_event_batch, encode
+from dragoman.engines.upstream.pool import hash_prefixes
+from dragoman.formats import get_format
+from dragoman.ipc.engine_client import UNSENDABLE, ProxyEngine
+from dragoman.ipc.framing import encode_body
+from dragoman.ipc.messages import (
+    EngineInfo,
+    Failure,
+    GenerationProgress,
+    MethodCall,
+    MethodResult,
+    decode_request,
+    unpack,
+)
+from dragoman.ipc.worker_main import run_method_call
+from dragoman.models import local_engine
 from dragoman.ray.replica_order import ReplicaCall
 
 log = logging.getLogger("dragoman.ray")
+T = TypeVar("T")
 
-MOST_TRIES = 3
+MAX_TRIES = 3
 """Includes attempts that failed before a replica was chosen."""
 DIED = "the model's replica died; send the request again"
 NO_REPLICA = "no replica of this model is available; try again later"
 
 
-class ReplicaEngine(Engine):
-    emits_events = True
+class Replica:
+    async def __init__(self, spec: ModelSpec, limits: Limits) -> None:  # type: ignore[misc]
+        self._lost_reason: str | None = None
+        self._engine = await local_engine(spec, limits)(self._note_lost)
+        await self._engine.start()
+        for info in self._engine.models():
+            get_format(info.format)
 
+    def _note_lost(self, reason: str) -> None:
+        self._lost_reason = reason
+
+    async def check_health(self) -> None:
+        """Called by Ray Serve; an exception marks the replica as unhealthy."""
+        if self._lost_reason is not None:
+            raise RuntimeError(self._lost_reason)
+
+    async def describe(self, call: ReplicaCall) -> bytes:
+        return encode_body(EngineInfo.of(self._engine))
+
+    async def generate(self, call: ReplicaCall) -> AsyncGenerator[bytes, None]:
+        try:
+            async with aclosing(stream_events(self._engine, decode_request(call.body))) as stream:
+                async for events in stream:
+                    yield encode_body(GenerationProgress(0, tuple(events)))
+        except Exception as error:  # noqa: BLE001 (reported to the caller and logged)
+            yield encode_body(GenerationProgress(0, ended=True, failure=Failure.of(error)))
+
+    async def answer(self, call: ReplicaCall) -> bytes:
+        method_call = msgspec.msgpack.decode(call.body, type=MethodCall)
+        return encode_body(await run_method_call(self._engine, method_call))
+
+    async def stop(self) -> None:
+        await self._engine.stop()
+
+    # Ray Serve calls `__del__` to release a replica and waits for it.
+    __del__ = stop
+
+
+class ReplicaEngine(ProxyEngine):
     def __init__(self, name: str, handle: Any, slots: int) -> None:
         """`slots` is the capacity of the maximum number of replicas."""
-        self.slots = slots
+        super().__init__(EngineInfo((ModelInfo(name),), slots=slots))
         self._handle = handle
-        self._info = EngineInfo((ModelInfo(name),), frozenset(), "cpu", False)
-
-    def models(self) -> Sequence[ModelInfo]:
-        return self._info.models
-
-    def supports(self) -> frozenset[str]:
-        return self._info.supports
 
     async def start(self) -> None:
-        self._info = info = decode_engine_info(await self._call(self._handle.describe, b""))
-        self.device, self.emits_tool_calls = info.device, info.emits_tool_calls
+        body = await self._call(self._handle.describe, b"")
+        info = msgspec.msgpack.decode(body, type=EngineInfo)
+        self.describe(msgspec.structs.replace(info, slots=self.slots))
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
-        call = ReplicaCall(_encode(request), hash_prefixes(request))
+    async def deliver(self, request: GenerationRequest, listener: Listener) -> None:
+        try:
+            body = encode_body(request)
+        except ENCODE_ERRORS as error:
+            raise BadRequest(UNSENDABLE) from error
+        call = ReplicaCall(body, hash_prefixes(request))
         has_output = False
         tries = 0
         while True:
@@ -64,10 +115,10 @@ class ReplicaEngine(Engine):
                 async with aclosing(_merge_started(self._stream(call))) as batches:
                     async for events in batches:
                         has_output = True
-                        yield events
+                        await notify(listener, events)
                 return
             except EngineDied:
-                if has_output or tries >= MOST_TRIES:
+                if has_output or tries >= MAX_TRIES:
                     raise
                 log.warning("request %s: its replica died before the first output; trying another", request.id)
                 call = call.retry()
@@ -77,10 +128,10 @@ class ReplicaEngine(Engine):
         is_complete = False
         try:
             async for body in response:
-                batch = decode_event_batch(body)
-                if batch.failure is not None:
-                    raise batch.failure.error()
-                yield batch.events
+                progress = unpack(body)
+                if progress.failure is not None:
+                    raise progress.failure.error()
+                yield progress.events
             is_complete = True
         except (RayError, RayServeException) as error:
             raise _translate(error) from error
@@ -89,32 +140,9 @@ class ReplicaEngine(Engine):
             if not is_complete:
                 response.cancel()
 
-    async def render(self, request: GenerationRequest) -> RenderedPrompt:
-        rendered = (await self._ask(Render(0, request))).rendered
-        if rendered is None:
-            raise EngineFailed("the engine returned no prompt")
-        return rendered
-
-    async def count_tokens(self, request: GenerationRequest) -> int:
-        count = (await self._ask(CountTokens(0, request))).count
-        if count is None:
-            raise EngineFailed("the engine returned no token count")
-        return count
-
-    async def tokenize(self, text: str, special: bool) -> Sequence[int]:
-        return (await self._ask(Tokenize(0, text, special))).tokens or ()
-
-    async def detokenize(self, tokens: Sequence[int]) -> str:
-        return (await self._ask(Detokenize(0, tuple(tokens)))).text or ""
-
-    async def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
-        return (await self._ask(Embed(0, tuple(inputs)))).embeddings or ()
-
-    async def _ask(self, question: Question) -> Answer:
-        answer = decode_answer(await self._call(self._handle.answer, _encode(question)))
-        if answer.failure is not None:
-            raise answer.failure.error()
-        return answer
+    async def call_method(self, method_call: MethodCall, value_type: type[T]) -> T:
+        body = await self._call(self._handle.answer, encode_body(method_call))
+        return msgspec.msgpack.decode(body, type=MethodResult).decode(value_type)
 
     async def _call(self, method: Any, body: bytes) -> bytes:
         """Return the answer of a replica. Nothing is shown before it is complete, so it can be retried."""
@@ -125,7 +153,7 @@ class ReplicaEngine(Engine):
             try:
                 return await _await_result(method.remote, call)
             except EngineDied:
-                if tries >= MOST_TRIES:
+                if tries >= MAX_TRIES:
                     raise
                 call = call.retry()
 
@@ -149,13 +177,6 @@ async def _merge_started(batches: AsyncGenerator[Sequence[Event], None]) -> Asyn
                 continue
             yield [*held, *events] if held else events
             held = ()
-
-
-def _encode(message: GenerationRequest | Question) -> bytes:
-    try:
-        return encode(message)
-    except ENCODE_ERRORS as error:
-        raise BadRequest(UNSENDABLE) from error
 
 
 def _translate(error: Exception) -> DragomanError:

@@ -23,7 +23,7 @@ class ReplicaCall:
     def __init__(self, body: bytes, links: Sequence[bytes] = (), tried: Sequence[str] = ()) -> None:
         self.body = body
         self.links = links
-        """Prefix links of the prompt (see `prefix_index`)."""
+        """Prefix links of the prompt (see `pool`)."""
         self.tried = list(tried)
         """Replicas that have been tried."""
         self._replica: str | None = None

@@ -1,10 +1,9 @@
 """The HTTP server: an ASGI app over the model catalog.
 
 app               the app with all state; `base_app` is shared with front ends
-factory           build_app() and create_app()
+routes            the route table, and create_app()
 serve             runs the app until a signal stops it
-routes            the route table; `routing` finds a route by path and method
-http_exchange     one request; `response_writer` writes its response, `deadlines` limits its time
+http_exchange     one request: its time limits, its body and its response
 model_lease       a lease on a model: name, permission, quota, slot, engine
 preflight_checks  checks before the server starts
 handlers          the handlers of the routes

@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -11,22 +13,19 @@ from dragoman.config.settings import Settings
 from dragoman.core.engine import Engine
 from dragoman.core.errors import NotSupported, StorageUnavailable, Unauthorized
 from dragoman.models import Catalog, EngineFactory, ServedModel
-from dragoman.protocols.admin_fields import ReloadResult
-from dragoman.server.auth.admin_token import new_token
-from dragoman.server.auth.quotas import QuotaLease
-from dragoman.server.auth.scopes import Caller
-from dragoman.server.base_app import BaseApp
+from dragoman.protocols.models import ReloadResult
+from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, has_token
+from dragoman.server.auth.callers import UNRESTRICTED, Caller, QuotaLease
+from dragoman.server.base_app import BaseApp, Route, RouteTable
 from dragoman.server.http_exchange import HttpExchange
-from dragoman.server.model_lease import ModelLease, find_model
-from dragoman.server.routing import Route, RouteTable
-from dragoman.server.telemetry import TelemetryRecorder
-from dragoman.server.telemetry.eventlog import describe_run
-from dragoman.storage.base import ResponseStore
-from dragoman.storage.memory import MemoryResponseStore
+from dragoman.server.model_lease import LocalModelLease
+from dragoman.server.telemetry.recorder import TelemetryRecorder, describe_run
+from dragoman.storage.response_store import MemoryResponseStore, ResponseStore
 
 log = logging.getLogger("dragoman")
 
 SettingsLoader = Callable[[], Settings]
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 FIXED = ("host", "port", "socket", "tls", "event_log", "grace_seconds", "workers")
 FIXED_TELEMETRY = ("log_format", "log_level", "log_requests", "traces")
@@ -37,29 +36,19 @@ FIXED_LIMITS = (
 """Settings that change only with a restart."""
 
 
-def _changed_fixed_settings(before: Settings, after: Settings) -> tuple[str, ...]:
-    sections: tuple[tuple[str, tuple[str, ...], msgspec.Struct, msgspec.Struct], ...] = (
-        ("", FIXED, before, after),
-        ("telemetry.", FIXED_TELEMETRY, before.telemetry, after.telemetry),
-        ("limits.", FIXED_LIMITS, before.limits, after.limits),
-    )
-    return tuple(
-        f"{section}{name}"
-        for section, names, old, new in sections
-        for name in names
-        if getattr(old, name) != getattr(new, name)
-    )
+def _keep_fixed_settings(loaded: Settings, initial: Settings) -> tuple[Settings, tuple[str, ...]]:
+    """The loaded settings with the initial values of those that change only with a restart, and the names of those that
+    were changed."""
+    changed: list[str] = []
 
+    def keep(section: str, new: StructT, old: StructT, names: Sequence[str]) -> StructT:
+        changed.extend(f"{section}{name}" for name in names if getattr(new, name) != getattr(old, name))
+        return msgspec.structs.replace(new, **{name: getattr(old, name) for name in names})
 
-def _keep_fixed_settings(settings: Settings, initial: Settings) -> Settings:
-    """The new settings, with the initial values of those that change only with a restart."""
-    replace = msgspec.structs.replace
-    return replace(
-        settings,
-        telemetry=replace(settings.telemetry, **{name: getattr(initial.telemetry, name) for name in FIXED_TELEMETRY}),
-        limits=replace(settings.limits, **{name: getattr(initial.limits, name) for name in FIXED_LIMITS}),
-        **{name: getattr(initial, name) for name in FIXED},
-    )
+    settings = keep("", loaded, initial, FIXED)
+    telemetry = keep("telemetry.", loaded.telemetry, initial.telemetry, FIXED_TELEMETRY)
+    limits = keep("limits.", loaded.limits, initial.limits, FIXED_LIMITS)
+    return msgspec.structs.replace(settings, telemetry=telemetry, limits=limits), tuple(changed)
 
 
 class App(BaseApp):
@@ -68,7 +57,7 @@ class App(BaseApp):
 
     def __init__(
         self,
-        routes: RouteTable,
+        routes: "RouteTable[App]",
         settings: Settings,
         engines: Sequence[Engine] = (),
         reload_settings: SettingsLoader | None = None,
@@ -83,7 +72,7 @@ class App(BaseApp):
         )
         self.created = int(time.time())
         self.started = time.monotonic()
-        self.admin_token = new_token()
+        self.admin_token = secrets.token_urlsafe(32)
         """If no keys are configured, `/admin` requires it in the header X-Dragoman-Admin-Token."""
         self._is_stopped = False
         self._settings_loader = reload_settings
@@ -104,7 +93,7 @@ class App(BaseApp):
             # Log rotation sends the same signal, so this happens even if the configuration is invalid.
             self.telemetry.events.reopen()
             loaded = await asyncio.to_thread(self._settings_loader)
-            settings = _keep_fixed_settings(loaded, self._initial_settings)
+            settings, restart_needed = _keep_fixed_settings(loaded, self._initial_settings)
             before = {name: spec for spec in self.settings.models for name in spec.names}
             after = {name: spec for spec in settings.models for name in spec.names}
             self._apply_reloaded(settings)
@@ -116,7 +105,7 @@ class App(BaseApp):
                     name for name in after if name in before and not before[name].equals_except_location(after[name])
                 ),
                 removed=tuple(name for name in before if name not in after),
-                restart_needed=_changed_fixed_settings(self._initial_settings, loaded),
+                restart_needed=restart_needed,
             )
             log.info("the configuration was read again; models: %s", ", ".join(after) or "none")
         return result
@@ -124,54 +113,60 @@ class App(BaseApp):
     def _reconfigure(self, settings: Settings) -> None:
         self.catalog.reconfigure(settings)
 
-    def _enter_quota(self, exchange: HttpExchange, route: Route | None) -> None:
+    def _enter_quota(self, exchange: HttpExchange, route: "Route[App] | None") -> None:
         quota = exchange.caller.quota
         if quota is not None and exchange.method == "POST":
-            exchange.quota_lease = lease = QuotaLease(quota, self.telemetry.metrics.limited)
+            exchange.response.quota_lease = lease = QuotaLease(quota, self.telemetry.metrics.limited)
             lease.enter()
 
-    def _answer(self, exchange: HttpExchange, route: Route) -> Awaitable[None]:
+    def _answer(self, exchange: HttpExchange, route: "Route[App]") -> Awaitable[None]:
+        if exchange.record.scope == "admin":
+            self._check_operator(exchange)
         return route.handler(self, exchange)
 
-    def model_lease(self, exchange: HttpExchange) -> ModelLease:
-        return self.make_model_lease(exchange.caller, self.quota_lease_of(exchange))
+    def _check_operator(self, exchange: HttpExchange) -> None:
+        """Require the admin token if no key is needed. The scope of a key has been checked already."""
+        if exchange.caller is UNRESTRICTED and not has_token(exchange.headers, self.admin_token):
+            raise Unauthorized(
+                "this route needs a key with the scope admin. As no keys are configured, it also accepts the header "
+                f"{ADMIN_TOKEN_HEADER} with the token from the run directory of the server's home. "
+                "`dragoman models` and `dragoman drain` send it."
+            )
 
-    def make_model_lease(self, caller: Caller, lease: QuotaLease | None) -> ModelLease:
-        return ModelLease(self.catalog, caller, lease)
+    def model_lease(self, exchange: HttpExchange) -> LocalModelLease:
+        lease = exchange.response.quota_lease
+        assert lease is None or isinstance(lease, QuotaLease)
+        return LocalModelLease(self.catalog, exchange.caller, lease)
 
     def quota_lease_for(self, headers: Mapping[bytes, bytes]) -> QuotaLease | None:
         """A lease on the quota of the caller with these headers; None if it has no quota. Nothing is reserved yet."""
-        quota = self._access.caller(headers).quota
+        quota = self._authenticator.authenticate(headers).quota
         return None if quota is None else QuotaLease(quota, self.telemetry.metrics.limited)
-
-    def quota_lease_of(self, exchange: HttpExchange) -> QuotaLease | None:
-        lease = exchange.quota_lease
-        assert lease is None or isinstance(lease, QuotaLease)
-        return lease
 
     def valid_caller(self, exchange: HttpExchange) -> Caller | None:
         """The caller of an open route; None if a key is required and the request has no valid one."""
         try:
-            return self._access.caller(exchange.headers)
+            return self._authenticator.authenticate(exchange.headers)
         except (Unauthorized, StorageUnavailable):
             return None
 
     async def model(self, exchange: HttpExchange, name: str) -> ServedModel:
         """Find the model with this name, and check that the caller may use it."""
-        model = await find_model(self.catalog, exchange.caller, name)
-        exchange.record.model = model.label
-        exchange.caller.check_model(model.name)
-        return model
+        lease = self.model_lease(exchange)
+        try:
+            return await lease.resolve(name)
+        finally:
+            exchange.record.model = lease.label
 
     def start(self) -> None:
-        self._started = True
+        super().start()
         names = [model.name for model in self.catalog.models.values()]
-        self.telemetry.start(describe_run(self.settings, names))
+        self.telemetry.events.start(describe_run(self.settings, names))
 
     async def stop(self) -> None:
         if self._is_stopped:
             return
         self._is_stopped = True
         await self.catalog.stop()
-        self._access.close()
+        self._authenticator.close()
         self.telemetry.close()

@@ -1,90 +1,168 @@
-"""The base of the two ASGI apps: routing, authentication and error replies.
+"""The base of the two ASGI apps: routing, authentication, time limits and error replies.
 
-    App       serves in one process, or as the parent of front ends (see `app`)
-    FrontEnd  a process without state that uses its parent's models (see `frontends`)
+    App          serves in one process, or as the parent of front ends (see `app`)
+    FrontEndApp  a process without state that uses its parent's models (see `frontends`)
 
-Every request gets a reply here, whatever fails.
+Rules
+1. Every request gets a reply here, whatever fails.
+2. A request past its deadline, or past the time allowed for its next step, is aborted with a timeout error.
+3. A silent stream gets a comment frame, so that proxies do not close it.
+4. Listening for a client disconnect starts with the first check: most requests complete before it.
 """
 
 import asyncio
 import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from dragoman.config.settings import Settings
+import msgspec
+
+from dragoman.config.settings import Limits, Settings
 from dragoman.core import loop_guard
-from dragoman.core.errors import ConfigError, DragomanError, NotSupported, Unavailable
+from dragoman.core.errors import (
+    ConfigError,
+    DragomanError,
+    MethodNotAllowed,
+    NotSupported,
+    Unavailable,
+    UpgradeRequired,
+)
 from dragoman.core.ids import new_id
-from dragoman.protocols.registry import family
-from dragoman.server.asgi import Receive, Scope, Send
-from dragoman.server.auth.access import Access
-from dragoman.server.auth.scopes import scope_for_path
-from dragoman.server.deadlines import DeadlineMonitor
-from dragoman.server.http.cors import CorsPolicy, is_preflight
-from dragoman.server.http.proxies import TrustedProxies
+from dragoman.protocols.errors import encode_openai_error
+from dragoman.protocols.registry import Family, family
+from dragoman.server.auth.access import Authenticator
+from dragoman.server.auth.callers import scope_for_path
+from dragoman.server.http.headers import CorsPolicy, TrustedProxies
+from dragoman.server.http.response import Receive, Scope, Send
 from dragoman.server.http_exchange import HttpExchange
-from dragoman.server.model_lease import ModelLeaseProtocol
-from dragoman.server.routing import Route, RouteTable, no_route_error, refuse_websocket
-from dragoman.server.telemetry import Recorder
-from dragoman.storage.base import BasicResponseStore
+from dragoman.server.model_lease import ModelLease
+from dragoman.server.telemetry.recorder import Recorder
+from dragoman.storage.response_store import BasicResponseStore
 
 STOPPING = "the server is stopping"
 METRICS_PATH = "/metrics"
+RESPONSES_PATH = "/v1/responses"
+"""Codex tries a WebSocket here first."""
+CHECK_SECONDS = 0.25
+
+AppT = TypeVar("AppT", contravariant=True)
+Handler = Callable[[AppT, HttpExchange], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Route(Generic[AppT]):
+    handler: Handler[AppT]
+    id_prefix: str = "req-"
+    family: Family | None = None
+    """The error format; None: chosen by the path and the headers of the request."""
+    is_open: bool = False
+    """Whether it works without a key."""
+
+
+class SharedRoute(Route["BaseApp"]):
+    """A route that a front end answers itself, because it is expensive and has no state."""
+
+
+Methods = Mapping[str, Route[AppT]]
+
+
+@dataclass(frozen=True)
+class RouteTable(Generic[AppT]):
+    """Routes by path and method. `prefixes` contains the routes for all paths that start with a prefix."""
+
+    paths: Mapping[str, Methods[AppT]]
+    prefixes: Mapping[str, Methods[AppT]]
+
+    def methods_at(self, path: str) -> Methods[AppT]:
+        """The routes of a path by method; empty for an unknown path."""
+        methods = self.paths.get(path)
+        if methods is not None:
+            return methods
+        for prefix, methods in self.prefixes.items():
+            if path.startswith(prefix) and len(path) > len(prefix):
+                return methods
+        return {}
+
+
+class DeadlineMonitor:
+    """One timer for all open requests."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._keepalive = limits.keepalive_seconds
+        shortest = min(self._keepalive, limits.stall_seconds, limits.body_seconds, limits.request_seconds)
+        self._interval = min(CHECK_SECONDS, shortest / 4)
+        self.exchanges: set[HttpExchange] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, exchange: HttpExchange) -> None:
+        self.exchanges.add(exchange)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._interval, self._check)
+
+    def _check(self) -> None:
+        self._timer = None
+        now = time.monotonic()
+        for exchange in self.exchanges:
+            exchange.check(now, self._keepalive)
+        if self.exchanges:
+            self._timer = asyncio.get_running_loop().call_later(self._interval, self._check)
 
 
 class BaseApp(ABC):
     responses: BasicResponseStore
 
-    def __init__(self, routes: RouteTable, settings: Settings, telemetry: Recorder) -> None:
+    def __init__(self, routes: RouteTable[Any], settings: Settings, telemetry: Recorder) -> None:
         self.routes = routes
-        self.settings = settings
-        self.watch = DeadlineMonitor(settings.limits)
+        self.monitor = DeadlineMonitor(settings.limits)
         self.telemetry = telemetry
         self.is_stopping = False
         self._started = False
-        self._access = Access(settings)
-        self._apply(settings, self._access, TrustedProxies(settings.proxies))
+        self._apply(settings, Authenticator(settings), TrustedProxies(settings.proxies))
 
-    def _apply(self, settings: Settings, access: Access, proxies: TrustedProxies) -> None:
+    def _apply(self, settings: Settings, authenticator: Authenticator, proxies: TrustedProxies) -> None:
         self.settings = settings
-        self._access = access
+        self._authenticator = authenticator
         self._cors = CorsPolicy(settings.cors)
         self._proxies = proxies
         self._hosts = None if settings.hosts is None else frozenset(name.lower().encode() for name in settings.hosts)
 
     def _apply_reloaded(self, settings: Settings) -> None:
         """Apply the settings that may change while the server runs. A ConfigError leaves everything as it was."""
-        access, proxies = Access(settings), TrustedProxies(settings.proxies)
+        authenticator, proxies = Authenticator(settings), TrustedProxies(settings.proxies)
         try:
             self._reconfigure(settings)
         except ConfigError:
-            access.close()
+            authenticator.close()
             raise
-        access.follow(self._access)
-        self._apply(settings, access, proxies)
+        authenticator.inherit_quotas(self._authenticator)
+        self._authenticator.close()
+        self._apply(settings, authenticator, proxies)
 
     @abstractmethod
     def _reconfigure(self, settings: Settings) -> None:
         """Apply the settings to the subclass, or raise a ConfigError."""
 
-    @abstractmethod
     def start(self) -> None:
         """Called by the lifespan, or by the first request of an app that is mounted into another one."""
+        self._started = True
 
     @abstractmethod
     async def stop(self) -> None:
         """Further calls do nothing."""
 
     @abstractmethod
-    def model_lease(self, exchange: HttpExchange) -> ModelLeaseProtocol:
+    def model_lease(self, exchange: HttpExchange) -> ModelLease:
         """A new model lease for the request."""
 
     @abstractmethod
-    def _enter_quota(self, exchange: HttpExchange, route: Route | None) -> Awaitable[None] | None:
+    def _enter_quota(self, exchange: HttpExchange, route: Route[Any] | None) -> Awaitable[None] | None:
         """Take a lease on the caller's quota. The result, if any, must be awaited."""
 
     @abstractmethod
-    def _answer(self, exchange: HttpExchange, route: Route) -> Awaitable[None]: ...
+    def _answer(self, exchange: HttpExchange, route: Route[Any]) -> Awaitable[None]: ...
 
     def is_strict(self, exchange: HttpExchange) -> bool:
         header = exchange.headers.get(b"x-dragoman-strict")
@@ -102,7 +180,7 @@ class BaseApp(ABC):
         exchange = HttpExchange(scope, receive, send)
         if self.is_stopping:
             exchange.stopping = Unavailable(STOPPING, retry_after=10)
-        self.watch.add(exchange)
+        self.monitor.add(exchange)
         try:
             await self._dispatch(exchange)
         except asyncio.CancelledError:
@@ -114,35 +192,47 @@ class BaseApp(ABC):
         except Exception as error:  # noqa: BLE001 (sent to the client and logged)
             await self._fail(exchange, exchange.public_error(error))
         finally:
-            self.watch.discard(exchange)
+            self.monitor.exchanges.discard(exchange)
             exchange.close()
             if not exchange.is_answered_by_parent:
                 self.telemetry.request(exchange.record)
 
     async def _dispatch(self, exchange: HttpExchange) -> None:
-        methods = self.routes.methods_at(exchange.path)
-        if exchange.path not in self.routes.paths:
+        path, method, response = exchange.path, exchange.method, exchange.response
+        methods = self.routes.methods_at(path)
+        if path not in self.routes.paths:
             # The path may contain a key by mistake.
-            exchange.record.route = f"{exchange.method} {self._access.redact(exchange.path)[:100]}"
-        route = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
+            exchange.record.route = f"{method} {self._authenticator.redact(path)[:100]}"
+        route = methods.get("GET" if method == "HEAD" else method)
         exchange.record.id = new_id(route.id_prefix if route else "req-")
-        exchange.response.set_family(
-            route.family if route and route.family else family(exchange.path, exchange.headers)
-        )
+        response.set_family(route.family if route and route.family else family(path, exchange.headers))
         exchange.check_headers(self._hosts)
         self._note_client(exchange)
-        if self._cors.add_headers(exchange) and is_preflight(exchange) and methods:
-            self._cors.add_preflight_headers(exchange, [*methods, *(["HEAD"] if "GET" in methods else [])])
-            await exchange.response.send(b"", b"text/plain", 204)
-            return
-        if not self._is_open(exchange.path, route):
+        if not self._cors.is_empty:
+            response.extra_headers += self._cors.reply_headers(exchange.headers)
+            if methods and self._is_preflight(exchange):
+                allowed = [*methods, *(["HEAD"] if "GET" in methods else [])]
+                response.extra_headers += self._cors.preflight_headers(exchange.headers, allowed)
+                await response.send(b"", b"text/plain", 204)
+                return
+        is_open = route is not None and route.is_open
+        if not (is_open or (path == METRICS_PATH and self.settings.telemetry.metrics == "open")):
             self._authorize(exchange)
             entering = self._enter_quota(exchange, route)
             if entering is not None:
                 await entering
-        if route is None:
-            raise no_route_error(exchange, methods)
-        await self._answer(exchange, route)
+        if route is not None:
+            await self._answer(exchange, route)
+        elif methods:
+            response.extra_headers.append((b"allow", ", ".join(methods).encode()))
+            raise MethodNotAllowed(f"{path} takes {' or '.join(methods)}, not {method[:20]}")
+        else:
+            raise exchange.not_found_error()
+
+    def _is_preflight(self, exchange: HttpExchange) -> bool:
+        headers = exchange.headers
+        is_request = exchange.method == "OPTIONS" and b"access-control-request-method" in headers
+        return is_request and self._cors.allows(headers)
 
     def _note_client(self, exchange: HttpExchange) -> None:
         record, peer = exchange.record, exchange.peer
@@ -155,14 +245,10 @@ class BaseApp(ABC):
         if self.telemetry.is_tracing and b"traceparent" in exchange.headers:
             record.trace = exchange.headers[b"traceparent"].decode("latin-1")[:100]
 
-    def _is_open(self, path: str, route: Route | None) -> bool:
-        is_open = route is not None and route.is_open
-        return is_open or (path == METRICS_PATH and self.settings.telemetry.metrics == "open")
-
     def _authorize(self, exchange: HttpExchange) -> None:
         timeout = exchange.headers.get(b"x-dragoman-timeout")
         exchange.timer.set_deadline(self.settings.limits.request_seconds, timeout)
-        exchange.caller = caller = self._access.caller(exchange.headers)
+        exchange.caller = caller = self._authenticator.authenticate(exchange.headers)
         exchange.record.principal = caller.principal
         exchange.record.scope = scope = scope_for_path(exchange.path)
         caller.check_route(scope)
@@ -191,5 +277,27 @@ class BaseApp(ABC):
     def stop_requests(self) -> None:
         """From now on, a cancelled request gets the error that the server is stopping."""
         self.is_stopping = True
-        for exchange in self.watch.watched:
+        for exchange in self.monitor.exchanges:
             exchange.stopping = Unavailable(STOPPING, retry_after=10)
+
+
+def upgrade_required(path: str) -> UpgradeRequired:
+    return UpgradeRequired(f"WebSockets are not supported; send the request with POST to {path}")
+
+
+async def refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:
+    """Refuse a WebSocket with 426. Only servers that the app is mounted into pass WebSockets on."""
+    await receive()
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if path != RESPONSES_PATH or "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close"})
+        return
+    error = upgrade_required(path)
+    body = msgspec.json.encode(encode_openai_error(error))
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"upgrade", b"HTTP/1.1"),
+        (b"content-length", b"%d" % len(body)),
+    ]
+    await send({"type": "websocket.http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "websocket.http.response.body", "body": body})

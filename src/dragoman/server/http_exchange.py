@@ -1,9 +1,12 @@
-"""One HTTP request: its headers, its body, its cancellation, and the writer of its response.
+"""One HTTP request: its headers, its body, its time limits, its cancellation, and its response.
 
 Rules
 1. When the client disconnects, the task that answers is cancelled.
 2. When the request is late or the server stops, the task is cancelled too, and the client gets an error.
 3. The whole body is read, within a size and a time limit, before it is decoded.
+4. Every response carries `x-request-id`. A response starts once and ends once.
+5. A stream sends its head with the first write. Other writers wait until the head is sent.
+6. Whole responses and pieces of a stream are synchronous calls if the connection supports it (see `response.DIRECT`).
 """
 
 import asyncio
@@ -11,73 +14,238 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
+
+import msgspec
 
 from dragoman.config.settings import Limits
 from dragoman.core.errors import (
     BadRequest,
+    DeadlineExceeded,
     DragomanError,
     EngineFailed,
+    EngineTimeout,
     ModelFailed,
+    NotFound,
     RequestTimeout,
     TooLarge,
-    UnsupportedMedia,
 )
-from dragoman.server.asgi import DIRECT, DirectResponse, Receive, Scope, Send
-from dragoman.server.auth.quotas import QuotaUsage
-from dragoman.server.auth.scopes import UNRESTRICTED, Caller
-from dragoman.server.deadlines import RequestTimer
-from dragoman.server.http.bodies import decode_body
-from dragoman.server.response_writer import JSON, ResponseWriter
-from dragoman.server.telemetry import RequestRecord
-from dragoman.server.telemetry.meter import Meter
-from dragoman.server.telemetry.record import CLIENT_DISCONNECTED
+from dragoman.protocols.json_body import LARGE_BODY
+from dragoman.protocols.registry import OPENAI, Family
+from dragoman.server.auth.callers import UNRESTRICTED, Caller, QuotaUsage
+from dragoman.server.http.bodies import check_media_type, decode_body, run_in_body_thread
+from dragoman.server.http.headers import RawHeaders, host_name, merge_headers
+from dragoman.server.http.response import DIRECT, Receive, Response, Scope, Send
+from dragoman.server.telemetry.metrics import CLIENT_DISCONNECTED, Meter, RequestRecord
 
 T = TypeVar("T")
 log = logging.getLogger("dragoman.server")
 
-SERIALIZABLE = (
-    *("type", "http_version", "scheme", "method", "path", "raw_path"),
-    *("query_string", "root_path", "headers", "client"),
-)
-"""Parts of an ASGI scope that can be sent to another process."""
-SINGLE_VALUED = frozenset(
-    {
-        *(b"host", b"authorization", b"x-api-key", b"content-length", b"content-type", b"content-encoding"),
-        *(b"origin", b"x-real-ip", b"x-dragoman-timeout", b"x-dragoman-strict", b"traceparent"),
-    }
-)
-"""Headers that may have one value only."""
-_HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+JSON = b"application/json"
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+COMMENT = b": keep-alive\n\n"
+MAX_LIST_HEADER = 1000
+"""Characters of a header that lists values."""
+OWN_SCOPE = frozenset({"asgi", "extensions", "server"})
+"""Parts of an ASGI scope that belong to one process."""
+TimeoutFactory = Callable[[float], DragomanError]
+"""Makes the error for a step that took longer than this many seconds."""
 
 
-@lru_cache(maxsize=256)
-def _host_name(host: bytes) -> bytes | None:
-    """The host without its port; None if it is malformed."""
-    match = _HOST.fullmatch(host)
-    return match[1].lower() if match else None
+class RequestTimer:
+    """The deadline of one request, and the time allowed for its next step."""
+
+    due = math.inf
+    deadline = math.inf
+    _allowed = 0.0
+    _make_error: TimeoutFactory | None = None
+
+    def __init__(self) -> None:
+        self.started = self.last_progress = time.monotonic()
+
+    def expect(self, seconds: float, make_error: TimeoutFactory) -> None:
+        """Require each further step within this time."""
+        self._allowed = seconds
+        self._make_error = make_error
+        self.note_progress()
+
+    def note_progress(self) -> None:
+        self.last_progress = now = time.monotonic()
+        self.due = now + self._allowed
+
+    def note_running(self, count: int) -> None:
+        """Note how many choices hold a slot. The stall timer pauses at zero."""
+        self.note_progress()
+        if not count:
+            self.due = math.inf
+
+    def stop(self) -> None:
+        self.due = self.deadline = math.inf
+
+    def set_deadline(self, seconds: float, header: bytes | None) -> None:
+        """Limit the whole request. The client's X-Dragoman-Timeout header may shorten the limit."""
+        if header is not None:
+            try:
+                requested = float(header)
+            except ValueError:
+                requested = math.nan
+            if not 0 < requested < math.inf:
+                raise BadRequest("the header X-Dragoman-Timeout must be a number of seconds greater than 0")
+            seconds = min(seconds, requested)
+        self.deadline = self.started + seconds
+
+    def timeout_error(self, now: float) -> DragomanError | None:
+        if now > self.deadline:
+            return DeadlineExceeded(f"the request took longer than {self.deadline - self.started:g} s")
+        if now > self.due and self._make_error is not None:
+            return self._make_error(self._allowed)
+        return None
 
 
-@lru_cache(maxsize=256)
-def _media_type(content_type: bytes) -> bytes:
-    return content_type.partition(b";")[0].strip().lower()
+class ResponseWriter:
+    family: Family = OPENAI
+    """The error format."""
+    quota_lease: QuotaUsage | None = None
+    """What the request uses of its key's limits; None if the key has none."""
+    is_started = False
+    is_streaming = False
+    """Whether a silent stream gets comment frames."""
+    _ignored: tuple[str, ...] = ()
+    _warnings: tuple[str, ...] = ()
+    _head_sent: asyncio.Event | None = None
+    """Set while the head of a stream is being sent."""
+    _comment_task: asyncio.Task[None] | None = None
+
+    def __init__(self, send: Send, direct: Response | None, timer: RequestTimer, record: RequestRecord) -> None:
+        self._send = send
+        self._direct = direct
+        self._timer = timer
+        self._record = record
+        self.extra_headers: RawHeaders = []
+        self.written = timer.started
+        """When the stream was written to last."""
+
+    def set_family(self, family: Family) -> None:
+        self.family = family
+        if family.id_header is not None:
+            self.extra_headers.append((family.id_header, self._record.id.encode()))
+
+    def close_connection(self) -> None:
+        self.extra_headers.append((b"connection", b"close"))
+
+    def ignore(self, params: Iterable[str]) -> None:
+        """Name parameters that the engine does not honour in X-Dragoman-Ignored."""
+        self._ignored = tuple(dict.fromkeys((*self._ignored, *params)))
+
+    def warn(self, message: str) -> None:
+        """Log a warning about the reply, and name it in X-Dragoman-Warning if the headers are not sent yet."""
+        log.warning("request %s: %s", self._record.id, message, extra={"request_id": self._record.id})
+        self._record.warnings += 1
+        self._warnings = tuple(dict.fromkeys((*self._warnings, message)))
+
+    def clear_notes(self) -> None:
+        """Forget ignored parameters and warnings of a model that failed, before a fallback model runs."""
+        self._ignored = self._warnings = ()
+
+    def send_json(self, payload: object, status: int = 200) -> Awaitable[None]:
+        return self.send(msgspec.json.encode(payload), JSON, status)
+
+    async def send(self, body: bytes, content_type: bytes, status: int = 200) -> None:
+        self.is_streaming = False
+        self._timer.stop()
+        await self.relay(status, self._headers(status, content_type, len(body)), body)
+
+    async def relay(self, status: int, headers: RawHeaders, body: bytes) -> None:
+        """Send a whole response with exactly these headers."""
+        self.is_started = True
+        if self._direct is None or not self._direct.reply(status, headers, body):
+            await self._send({"type": "http.response.start", "status": status, "headers": headers})
+            await self._send({"type": "http.response.body", "body": body})
+
+    def _headers(self, status: int, content_type: bytes, length: int | None) -> RawHeaders:
+        self.is_started = True
+        self._record.status = status
+        headers = [(b"content-type", content_type), (b"x-request-id", self._record.id.encode()), *self.extra_headers]
+        if self._ignored:
+            headers.append((b"x-dragoman-ignored", _list_header(self._ignored)))
+        if self._warnings:
+            headers.append((b"x-dragoman-warning", _list_header(self._warnings)))
+        if self.quota_lease is not None:
+            headers += self.family.rate_headers(self.quota_lease.rates())
+        headers.append((b"cache-control", b"no-cache") if length is None else (b"content-length", b"%d" % length))
+        return headers
+
+    async def _start_stream(self) -> None:
+        if self._head_sent is not None:
+            await self._head_sent.wait()
+            return
+        self._head_sent = sent = asyncio.Event()
+        headers = self._headers(200, EVENT_STREAM, None)
+        try:
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        finally:
+            self._head_sent = None
+            sent.set()
+
+    async def write(self, data: bytes) -> None:
+        """Write a piece of a stream. The first piece starts the stream."""
+        timer = self._timer
+        timer.due = math.inf
+        if not self.is_started or self._head_sent is not None:
+            await self._start_stream()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        # The time that the client took to read does not count as a stall of the engine.
+        timer.note_progress()
+        self.written = timer.last_progress
+
+    def write_now(self, data: bytes) -> bool:
+        """Write without waiting. False if the connection cannot; then call `write`."""
+        if self._direct is None or not self.is_started or not self._direct.write(data):
+            return False
+        self.written = self._timer.last_progress
+        return True
+
+    def send_comment(self) -> None:
+        if self._comment_task is None or self._comment_task.done():
+            self._comment_task = asyncio.create_task(self._send_comment())
+
+    async def _send_comment(self) -> None:
+        if self.is_streaming and (not self.is_started or self._head_sent is not None):
+            await self._start_stream()
+        if not self.is_streaming:
+            # The stream has ended since the task was created.
+            return
+        self.written = time.monotonic()
+        await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+
+    async def end(self, data: bytes) -> None:
+        self.is_streaming = False
+        self._timer.due = math.inf
+        if self._head_sent is not None:
+            await self._head_sent.wait()
+        await self._send({"type": "http.response.body", "body": data})
+
+    def close(self) -> None:
+        if self._comment_task is not None:
+            self._comment_task.cancel()
 
 
-def _check_media_type(headers: Mapping[bytes, bytes]) -> None:
-    media = _media_type(headers.get(b"content-type", b""))
-    # A web page of another origin must not send a body without a type; other programs may.
-    if media != JSON and (media or b"origin" in headers):
-        raise UnsupportedMedia("send the body as JSON, with the header 'content-type: application/json'")
-    encoding = headers.get(b"content-encoding")
-    if encoding is not None and encoding.lower() != b"identity":
-        raise UnsupportedMedia("compressed bodies are not accepted")
+def _list_header(values: Sequence[str]) -> bytes:
+    """Values joined for a header. Characters that are not printable ASCII become `?`: clients choose field names."""
+    joined = ", ".join(values)
+    shown = joined if len(joined) <= MAX_LIST_HEADER else joined[:MAX_LIST_HEADER] + "..."
+    return re.sub(rb"[^ -~]", b"?", shown.encode("ascii", "replace"))
 
 
-def _slow_body(seconds: float) -> DragomanError:
+def slow_body_error(seconds: float) -> DragomanError:
     return RequestTimeout(f"the body took longer than {seconds:g} s to arrive")
+
+
+def stall_error(seconds: float) -> DragomanError:
+    return EngineTimeout(f"the engine produced nothing for {seconds:g} s")
 
 
 class HttpExchange:
@@ -100,7 +268,9 @@ class HttpExchange:
         self._scope = scope
         self._receive = receive
         connection = scope.get("extensions", {}).get(DIRECT)
-        self._direct: DirectResponse | None = None if connection is None else connection.response(scope)
+        self._direct: Response | None = None if connection is None else connection.response(scope)
+        self.peer: str | None = (scope.get("client") or (None,))[0]
+        """The address of the other end of the connection; None for a Unix socket."""
         self.method: str = scope["method"]
         self.path: str = scope["path"].removeprefix(scope.get("root_path", ""))
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -111,41 +281,29 @@ class HttpExchange:
         self.response = ResponseWriter(send, self._direct, self.timer, self.record)
         self._task = asyncio.current_task() if self._direct is None else self._direct.task
 
-    @property
-    def quota_lease(self) -> QuotaUsage | None:
-        """What the request uses of its key's limits; None if the key has none."""
-        return self.response.quota_lease
-
-    @quota_lease.setter
-    def quota_lease(self, lease: QuotaUsage) -> None:
-        self.response.quota_lease = lease
-
     def check_headers(self, allowed: frozenset[bytes] | None) -> None:
         """Refuse a request whose headers are ambiguous or name a host other than the allowed ones."""
         if self._ambiguous is not None:
             self.response.close_connection()
             raise BadRequest(f"the header {self._ambiguous.decode('latin-1')} was sent more than once; send it once")
-        name = _host_name(self.headers.get(b"host", b""))
+        name = host_name(self.headers.get(b"host", b""))
         if name is None or (allowed is not None and name not in allowed):
             self.response.close_connection()
             raise BadRequest("the Host header does not name this server; `hosts` in its configuration allows names")
 
-    @property
-    def peer(self) -> str | None:
-        """The address of the other end of the connection; None for a Unix socket."""
-        client = self._scope.get("client")
-        return client[0] if client else None
-
     def serializable_scope(self) -> dict[str, Any]:
         """The part of the scope that another process needs to answer the request."""
-        return {name: self._scope[name] for name in SERIALIZABLE}
+        return {name: value for name, value in self._scope.items() if name not in OWN_SCOPE}
+
+    def not_found_error(self, hint: str = "") -> NotFound:
+        return NotFound(f"there is nothing at {self.path[:100]}{hint}")
 
     def query(self) -> dict[str, str]:
         return dict(parse_qsl(self._scope["query_string"].decode("latin-1")))
 
     async def read_body(self, limits: Limits, decode: Callable[[bytes], T]) -> T:
         """Read the body and decode it; a large one is decoded in a thread."""
-        _check_media_type(self.headers)
+        check_media_type(self.headers)
         if int(self.headers.get(b"content-length", b"0")) > limits.body_bytes:
             raise self._too_large(limits)
         body = None if self._direct is None else self._direct.take_body()
@@ -155,11 +313,12 @@ class HttpExchange:
             raise self._too_large(limits)
         self._is_body_read = True
         self.weight = len(body)
-        return await decode_body(body, limits.body_elements, decode)
+        decode_checked = partial(decode_body, body, limits.body_elements, decode)
+        return await run_in_body_thread(decode_checked) if len(body) > LARGE_BODY else decode_checked()
 
     async def _receive_body(self, limits: Limits) -> bytes:
         body = bytearray()
-        self.timer.expect(limits.body_seconds, _slow_body)
+        self.timer.expect(limits.body_seconds, slow_body_error)
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -214,41 +373,26 @@ class HttpExchange:
 
     def public_error(self, error: Exception) -> DragomanError:
         """The error as the client sees it. An unexpected one is logged in full and becomes a plain 500."""
-        request_id = self.record.id
-        extra = {"request_id": request_id}
+        record, extra = self.record, {"request_id": self.record.id}
         if not isinstance(error, DragomanError):
-            log.error("request %s failed", request_id, exc_info=error, extra=extra)
+            log.error("request %s failed", record.id, exc_info=error, extra=extra)
             error = EngineFailed("internal error; see the server's log")
         elif isinstance(error, ModelFailed):
-            cause = error.__cause__ or error
-            log.error("request %s: model %s: %s", request_id, self.record.model, cause, extra=extra)
-        self.record.error = error.code
+            log.error("request %s: model %s: %s", record.id, record.model, error.__cause__ or error, extra=extra)
+        record.error = error.code
         return error
 
     def close(self) -> None:
         """Called once, when the request has ended."""
         if self._listener is not None:
             self._listener.cancel()
+            # A cancelled task refers to this object through its traceback: without this, it would be a cycle.
+            self._listener = None
         self.response.close()
         if self.meter is not None:
             self.meter.close()
-        if self.quota_lease is not None:
-            self.quota_lease.settle(self.record.spent_tokens)
+        if self.response.quota_lease is not None:
+            self.response.quota_lease.settle(self.record.spent_tokens)
         self.record.duration_us = int((time.monotonic() - self.timer.started) * 1e6)
         if self.is_disconnected:
             self.record.status = CLIENT_DISCONNECTED
-
-
-def merge_headers(lines: Iterable[tuple[bytes, bytes]]) -> tuple[dict[bytes, bytes], bytes | None]:
-    """Headers by name: the values of repeated lines are joined in order. The second value is the name of an
-    ambiguous header: Host if it is repeated, or another one of `SINGLE_VALUED` with different values."""
-    headers: dict[bytes, bytes] = {}
-    ambiguous = None
-    for name, value in lines:
-        if name not in headers:
-            headers[name] = value
-        elif name not in SINGLE_VALUED:
-            headers[name] += b", " + value
-        elif name == b"host" or headers[name] != value:
-            ambiguous = name
-    return headers, ambiguous

@@ -4,11 +4,11 @@
     start  waits for a slot and for the engine
     close  releases everything; further calls do nothing
 
-A front end uses the same interface to its parent (see `frontends`).
+A `LocalModelLease` is on a model of this process. A front end leases the models of its parent (see `frontends`).
 """
 
 import time
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import msgspec
 
@@ -19,12 +19,11 @@ from dragoman.core.request import Asked
 from dragoman.models import Catalog, ModelHost, ServedModel
 from dragoman.models.admission import Slots
 from dragoman.pipeline.generate import ChoiceSlots, check_features
-from dragoman.server.auth.quotas import Estimate, QuotaLease
-from dragoman.server.auth.scopes import Caller
+from dragoman.server.auth.callers import Caller, Estimate, QuotaLease
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, array_like=True):
-    """What a model lease needs to know about a request."""
+    """What `find` needs to know about a request."""
 
     model: str
     asked: tuple[Asked, ...]
@@ -45,64 +44,84 @@ class LeaseInfo(msgspec.Struct, frozen=True, array_like=True):
     """Parameters that the engine cannot honour."""
 
 
-class ModelLeaseProtocol(Protocol):
-    label: str | None
+class ModelLease(ABC):
+    label: str | None = None
     """The model's name in metrics. Set by `find`, even if `find` then fails."""
-    fallbacks: tuple[str, ...]
+    fallbacks: tuple[str, ...] = ()
     """Models that may answer instead, in order of preference. Set by `find`, like `label`."""
-    queue_us: int
+    queue_us = 0
     """Time spent waiting for a slot."""
 
-    async def find(self, wish: LeaseRequest) -> LeaseInfo: ...
+    @abstractmethod
+    async def find(self, request: LeaseRequest) -> LeaseInfo: ...
 
+    @abstractmethod
     async def start(self) -> Engine: ...
 
     @property
-    def turns(self) -> ChoiceSlots:
+    @abstractmethod
+    def slots(self) -> ChoiceSlots:
         """The slots for further choices, after `start`."""
 
+    @abstractmethod
     def note_speed(self, tokens: int, seconds: float) -> None: ...
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
-class ModelLease:
-    """A lease on a model of this process."""
+class LocalModelLease(ModelLease):
+    _host: ModelHost
+    _slots: Slots
+    _engine: Engine | None = None
+    _has_slot = False
+    _is_found = False
 
-    def __init__(self, catalog: Catalog, caller: Caller, lease: QuotaLease | None) -> None:
-        self.label: str | None = None
-        self.fallbacks: tuple[str, ...] = ()
-        self.queue_us = 0
+    def __init__(self, catalog: Catalog, caller: Caller, quota_lease: QuotaLease | None) -> None:
         self._catalog = catalog
         self._caller = caller
-        self._lease = lease
-        self._host: ModelHost | None = None
-        self._engine: Engine | None = None
-        self._slots: Slots | None = None
-        self._has_slot = False
+        self._quota_lease = quota_lease
 
-    async def find(self, wish: LeaseRequest) -> LeaseInfo:
-        model = await find_model(self._catalog, self._caller, wish.model)
+    async def resolve(self, name: str) -> ServedModel:
+        """Find the model with this name, and check that the caller may use it."""
+        try:
+            model = self._catalog.get_configured(name) or await self._catalog.find(name)
+        except ModelNotFound:
+            if self._caller.models is None:
+                raise
+            # The original message lists all models; this caller may only know its own.
+            message = f"model {quote(name)} not found; this key allows: {self._caller.allowed}"
+            raise ModelNotFound(message, param="model") from None
         self.label = model.label
         self._caller.check_model(model.name)
-        if self._lease is not None and wish.estimate is not None:
-            self._lease.reserve(wish.estimate.total(model.sampling.max_tokens))
+        return model
+
+    async def find(self, request: LeaseRequest) -> LeaseInfo:
+        model = await self.resolve(request.model)
+        if self._quota_lease is not None and request.estimate is not None:
+            self._quota_lease.reserve(request.estimate.total(model.sampling.max_tokens))
         # Set after the quota check: a fallback model does not help a caller whose tokens are used up.
         others = self._catalog.fallbacks(model)
         self.fallbacks = tuple(other.name for other in others if self._caller.may_use(other.name))
         self._host = host = model.host
+        self._slots = Slots(host.admission, self._caller.principal)
+        self._is_found = True
         if not host.is_known or host.is_restarting:
             # The features of a model are known once it was loaded. Waiting for a restart of its process needs no slot.
             self._engine = await host.enter()
-        self._slots = Slots(host.admission, self._caller.principal)
-        ignored = check_features(model.name, wish.asked, host.supports, wish.strict)
+        ignored = check_features(model.name, request.asked, host.supports, request.strict)
         sampling = None if model.sampling is NO_DEFAULTS else model.sampling
         return LeaseInfo(model.name, model.label, self.fallbacks, sampling, ignored)
 
+    @property
+    def supports(self) -> frozenset[str]:
+        """The features of the engine, after `find`."""
+        return self._host.supports
+
     def start_now(self) -> Engine | None:
         """The engine, if slot and engine are available immediately."""
-        self._has_slot = self._has_slot or self.turns.try_acquire_first()
-        if not self._has_slot or self._host is None:
+        self._has_slot = self._has_slot or self._slots.try_acquire_first()
+        if not self._has_slot:
             return None
         if self._engine is None:
             self._engine = self._host.try_enter()
@@ -112,45 +131,35 @@ class ModelLease:
         engine = self.start_now()
         if engine is not None:
             return engine
-        host, began = self._host, time.monotonic()
-        assert host is not None
         if not self._has_slot:
             # A request that waits for a slot must not block the model from being swapped.
             self._release_engine()
-            await self.turns.acquire_first()
+            began = time.monotonic()
+            await self._slots.acquire_first()
             self._has_slot = True
             self.queue_us = int((time.monotonic() - began) * 1e6)
+        return await self.start_without_slot()
+
+    async def start_without_slot(self) -> Engine:
+        """Wait for the engine only, for a call that takes no time of the model."""
         if self._engine is None:
-            self._engine = host.try_enter() or await host.enter()
+            self._engine = await self._host.enter()
         return self._engine
 
     @property
-    def turns(self) -> Slots:
-        assert self._slots is not None
+    def slots(self) -> Slots:
         return self._slots
 
     def note_speed(self, tokens: int, seconds: float) -> None:
-        if self._host is not None:
+        if self._is_found:
             self._host.note_speed(tokens, seconds)
 
     def close(self) -> None:
-        if self._slots is not None:
+        if self._is_found:
             self._slots.close()
-        self._release_engine()
+            self._release_engine()
 
     def _release_engine(self) -> None:
-        engine, self._engine = self._engine, None
-        if engine is not None and self._host is not None:
+        if self._engine is not None:
+            self._engine = None
             self._host.leave()
-
-
-async def find_model(catalog: Catalog, caller: Caller, name: str) -> ServedModel:
-    """Find a model by name, without checking whether the caller may use it."""
-    try:
-        return catalog.get_configured(name) or await catalog.find(name)
-    except ModelNotFound:
-        if caller.models is None:
-            raise
-        # The original message lists all models; this caller may only know its own.
-        message = f"model {quote(name)} not found; this key allows: {caller.allowed}"
-        raise ModelNotFound(message, param="model") from None

@@ -1,7 +1,12 @@
-"""Checks before the server starts: exposure without keys, the listen address, files, and unusual settings."""
+"""Checks a loaded configuration before the server starts: models, files, exposure without keys, the listen address.
+
+`dragoman check` reports all diagnostics. `dragoman serve` refuses to start with errors, and logs the rest as warnings.
+A reload is also refused if it would make a model unservable.
+"""
 
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +14,16 @@ from pathlib import Path
 import msgspec
 
 from dragoman.config.diagnostics import Diagnostic
+from dragoman.config.model_spec import ModelSpec
 from dragoman.config.sections import Keys, Tls
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
+from dragoman.engines import engine_class
 from dragoman.engines.llama.hardware import cpus
-from dragoman.server.auth.jwt import KEY_FILE, JwtVerifier
-from dragoman.server.http.server import bind_error, tls_context
+from dragoman.engines.llama.options import AUTO_LAYOUT_WARNING
+from dragoman.files.gguf import read_metadata
+from dragoman.server.auth.jwt import JwtVerifier
+from dragoman.server.http.server import bind_sockets, tls_context
 from dragoman.storage.keys import KeyStore, store_path
 
 WORKERS_PER_CPU, WORKER_MIB = 4, 32
@@ -22,9 +31,105 @@ WORKERS_PER_CPU, WORKER_MIB = 4, 32
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
+def find_diagnostics(settings: Settings) -> list[Diagnostic]:
+    """Return all errors and warnings about settings that were loaded, and about the files that they name."""
+    found = [diagnostic for model in settings.models for diagnostic in _check_model(model)]
+    return [*found, *_check_keys(settings.keys), *_check_files(settings), *_find_warnings(settings)]
+
+
+def _check_model(model: ModelSpec) -> Iterator[Diagnostic]:
+    key = f"models.{model.name}"
+    adapters = {name: model.options["adapters"][name] for name in model.adapters}
+    for name, entry in adapters.items():
+        adapter = Path(entry if isinstance(entry, str) else entry["path"]).expanduser()
+        if not (adapter.is_dir() if model.file is None else adapter.is_file()):
+            yield Diagnostic(f"{key}.adapters.{name}", f"adapter not found: {adapter}")
+    engine = engine_class(model.engine)
+    try:
+        path = model.locate()
+        options = model.build_options(path)
+    except ConfigError as error:
+        yield Diagnostic(f"{key}.source", str(error))
+        return
+    if path is not None and engine.loads_gguf:
+        try:
+            read_metadata(path)
+        except ConfigError as error:
+            yield Diagnostic(f"{key}.source", str(error), "unservable")
+    for name, message in engine.find_option_errors(options):
+        yield Diagnostic(f"{key}.{name}" if name else key, message, "unservable")
+    for name, message in engine.find_option_warnings(options):
+        yield Diagnostic(f"{key}.{name}", message, "warning")
+
+
+def _check_keys(keys: Keys) -> Iterator[Diagnostic]:
+    if keys.jwt is not None:
+        try:
+            JwtVerifier(keys.jwt, keys.limits)
+        except ConfigError as error:
+            yield Diagnostic("keys.jwt.key_file", str(error))
+    path = store_path(keys)
+    if keys.store is not None and not path.parent.is_dir():
+        yield Diagnostic("keys.store", f"there is no folder {path.parent}; `dragoman keys create NAME` makes it")
+        return
+    try:
+        KeyStore(path).all()
+    except ConfigError as error:
+        yield Diagnostic("keys.store", str(error))
+
+
+def _check_files(settings: Settings) -> Iterator[Diagnostic]:
+    if settings.tls is not None:
+        yield from _check_tls(settings.tls)
+    if settings.socket is not None and not Path(settings.socket).parent.is_dir():
+        yield Diagnostic("socket", f"there is no folder {Path(settings.socket).parent}")
+    path = None if settings.event_log is None else Path(settings.event_log)
+    if path is None:
+        return
+    if path.is_dir():
+        yield Diagnostic("event_log", f"{path} is a folder; expected a file")
+    elif not path.parent.is_dir():
+        yield Diagnostic("event_log", f"there is no folder {path.parent}")
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        yield Diagnostic("event_log", f"{path} cannot be written: permission denied")
+
+
+def _check_tls(tls: Tls) -> Iterator[Diagnostic]:
+    files = {"tls.certificate": tls.certificate, "tls.key": tls.key}
+    missing = {key: path for key, path in files.items() if not Path(path).is_file()}
+    yield from (Diagnostic(key, f"there is no file {path}") for key, path in missing.items())
+    if not missing:
+        try:
+            tls_context(tls)
+        except ConfigError as error:
+            yield Diagnostic("tls", str(error))
+
+
+def _find_warnings(settings: Settings) -> Iterator[Diagnostic]:
+    for at, directory in enumerate(settings.models_dir or ()):
+        if not Path(directory).expanduser().is_dir():
+            yield Diagnostic(f"models_dir[{at}]", f"there is no folder {directory} yet, so it has no models", "warning")
+    for pattern in settings.aliases:
+        literal = re.split("[*?]", pattern)[0]
+        owner = next((model.name for model in settings.models if model.includes(literal)), None)
+        if owner is not None:
+            message = f"never used: requests for names that begin with {owner}/ go to {owner}"
+            yield Diagnostic(f"aliases.{pattern}", message, "warning")
+    if settings.layout == "auto":
+        yield Diagnostic("layout", AUTO_LAYOUT_WARNING.format("MODEL"), "warning")
+    isolated = [model.name for model in settings.models if model.options.get("isolate") is True]
+    if isolated and not _has_keys(settings):
+        message = "has no effect without API keys: all callers share one identity"
+        yield from (Diagnostic(f"models.{name}.isolate", message, "warning") for name in isolated)
+    workers = settings.workers or 1
+    if workers > WORKERS_PER_CPU * cpus():
+        message = f"{workers} processes are too many for {cpus()} CPUs; each needs {WORKER_MIB} MiB or more"
+        yield Diagnostic("workers", message, "warning")
+
+
 def check_exposure(settings: Settings) -> None:
     """Refuse to listen on a public address without keys."""
-    if settings.socket is not None or is_loopback(settings.host):
+    if settings.socket is not None or _is_loopback(settings.host):
         return
     if not (settings.keys.anonymous or _has_keys(settings)):
         raise ConfigError(
@@ -32,26 +137,6 @@ def check_exposure(settings: Settings) -> None:
             "give --api-key KEY, set DRAGOMAN_API_KEY, create one with `dragoman keys create`, "
             "or allow all callers with --anonymous"
         )
-
-
-def preflight_warnings(settings: Settings) -> list[str]:
-    """Warnings about valid but probably unintended settings."""
-    return [*_unused_isolation(settings), *_too_many_workers(settings.workers or 1, cpus())]
-
-
-def _too_many_workers(workers: int, cpus: int) -> list[str]:
-    if workers <= WORKERS_PER_CPU * cpus:
-        return []
-    return [f"workers: {workers} processes are too many for {cpus} CPUs; each needs {WORKER_MIB} MiB or more"]
-
-
-def _unused_isolation(settings: Settings) -> list[str]:
-    isolated = [model.name for model in settings.models if model.options.get("isolate") is True]
-    if not isolated or _has_keys(settings):
-        return []
-    return [
-        f"model {name}: isolate has no effect without API keys: all callers share one identity" for name in isolated
-    ]
 
 
 def _has_keys(settings: Settings) -> bool:
@@ -63,12 +148,14 @@ def check_listen_address(settings: Settings) -> None:
     if settings.tls is not None:
         tls_context(settings.tls)
     if settings.socket is not None:
-        check_socket(Path(settings.socket))
-    else:
-        check_port(settings.host, settings.port)
+        _check_socket(Path(settings.socket))
+        return
+    # Front ends share their port, so only this bind detects a server that uses it.
+    for listener in bind_sockets(settings.host, settings.port):
+        listener.close()
 
 
-def check_socket(path: Path) -> None:
+def _check_socket(path: Path) -> None:
     """Check that a Unix socket can be created. The stale socket of a killed server is removed."""
     if not path.parent.is_dir():
         raise ConfigError(f"socket {path}: there is no folder {path.parent}")
@@ -87,80 +174,15 @@ def check_socket(path: Path) -> None:
             raise ConfigError(f"socket {path}: another server uses it; stop it or choose another path")
 
 
-def check_port(host: str, port: int) -> None:
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigError(f"--host {host}: {error.strerror or error}") from error
-    for family, kind, protocol, _, address in addresses:
-        with socket.socket(family, kind, protocol) as probe:
-            # As POSIX servers do: closing connections of an earlier server do not block the port.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-            except OSError as error:
-                raise ConfigError(bind_error(host, port, error)) from error
-
-
 def with_hosts(settings: Settings) -> Settings:
     """Allow only loopback names in the Host header of a loopback server. This prevents DNS rebinding."""
-    if settings.hosts is not None or not (settings.socket or is_loopback(settings.host)):
+    if settings.hosts is not None or not (settings.socket or _is_loopback(settings.host)):
         return settings
     return msgspec.structs.replace(settings, hosts=(*LOOPBACK_NAMES, settings.host))
 
 
-def is_loopback(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def check_files(settings: Settings) -> list[Diagnostic]:
-    """Problems with the files and directories that the server needs."""
-    problems = [*_check_keys(settings.keys)]
-    if settings.tls is not None:
-        problems += _check_tls(settings.tls)
-    if settings.event_log is not None:
-        problems += _check_event_log(Path(settings.event_log))
-    if settings.socket is not None and not Path(settings.socket).parent.is_dir():
-        problems.append(Diagnostic("socket", f"there is no folder {Path(settings.socket).parent}"))
-    return problems
-
-
-def _check_tls(tls: Tls) -> Iterator[Diagnostic]:
-    missing = [
-        (key, path) for key, path in (("certificate", tls.certificate), ("key", tls.key)) if not Path(path).is_file()
-    ]
-    for key, path in missing:
-        yield Diagnostic(f"tls.{key}", f"there is no file {path}")
-    if not missing:
-        try:
-            tls_context(tls)
-        except ConfigError as error:
-            yield Diagnostic("tls", str(error).removeprefix("tls: "))
-
-
-def _check_keys(keys: Keys) -> Iterator[Diagnostic]:
-    if keys.jwt is not None:
-        try:
-            JwtVerifier(keys.jwt, keys.limits)
-        except ConfigError as error:
-            yield Diagnostic(KEY_FILE, str(error).removeprefix(f"{KEY_FILE}: "))
-    path = store_path(keys)
-    if keys.store is not None and not path.parent.is_dir():
-        yield Diagnostic("keys.store", f"there is no folder {path.parent}; `dragoman keys create NAME` makes it")
-        return
-    try:
-        KeyStore(path).all()
-    except ConfigError as error:
-        yield Diagnostic("keys.store", str(error))
-
-
-def _check_event_log(path: Path) -> Iterator[Diagnostic]:
-    if path.is_dir():
-        yield Diagnostic("event_log", f"{path} is a folder; expected a file")
-    elif not path.parent.is_dir():
-        yield Diagnostic("event_log", f"there is no folder {path.parent}")
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        yield Diagnostic("event_log", f"{path} cannot be written: permission denied")

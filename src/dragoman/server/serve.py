@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import os
 import signal
 import socket
@@ -10,11 +9,11 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 import uvloop
 
+from dragoman.config.diagnostics import Locations
 from dragoman.config.settings import Settings
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError, DragomanError, ModelLoading, ModelNotFound
@@ -23,10 +22,10 @@ from dragoman.engines.llama.hardware import cpus
 from dragoman.models import ModelHost
 from dragoman.server.app import App, SettingsLoader
 from dragoman.server.auth.admin_token import TokenFile
-from dragoman.server.factory import ENGINES_ONLY, build_app
 from dragoman.server.frontends.supervisor import FrontEndSupervisor, bind_frontend_sockets
-from dragoman.server.http.server import HttpServer, SocketFile, tune_memory, unix_socket
-from dragoman.server.preflight_checks import check_exposure, check_listen_address, preflight_warnings, with_hosts
+from dragoman.server.http.server import HttpServer, SocketFile, bind_sockets, tune_memory, unix_socket
+from dragoman.server.preflight_checks import check_exposure, check_listen_address, find_diagnostics, with_hosts
+from dragoman.server.routes import ENGINES_ONLY, build_app
 
 log = logging.getLogger("dragoman")
 
@@ -40,10 +39,11 @@ def serve(*engines: Engine, host: str | None = None, port: int | None = None, se
     key = os.environ.get("DRAGOMAN_API_KEY")
     if key and not settings.api_keys:
         settings = msgspec.structs.replace(settings, api_keys=(key,))
-    run(
-        msgspec.structs.replace(settings, host=host or settings.host, port=settings.port if port is None else port),
-        engines,
+    settings = msgspec.structs.replace(
+        settings, host=host or settings.host, port=settings.port if port is None else port
     )
+    warnings = (found for found in find_diagnostics(settings) if found.level == "warning")
+    run(settings, engines, warnings=Locations().format(warnings))
 
 
 def run(
@@ -59,18 +59,17 @@ def run(
     check_exposure(settings)
     check_listen_address(settings)
     configure(settings.telemetry.log_format, settings.telemetry.log_level)
-    for warning in (*warnings, *preflight_warnings(settings)):
+    for warning in warnings:
         log.warning("%s", warning)
     app = build_app(
         with_hosts(settings), engines, None if reload_settings is None else _checked_reload(reload_settings, settings)
     )
     with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
-        count = settings.workers or default_workers(cpus())
-        runner.run(_serve(app) if count == 1 else _serve_with_frontends(app, count))
+        runner.run(_serve(app, settings.workers or default_workers(cpus())))
 
 
 def default_workers(cpus: int) -> int:
-    """One process on a laptop; more only if there are CPUs that no engine uses."""
+    """Return one front end per CPUS_PER_WORKER CPUs, at least 1 and at most MAX_WORKERS."""
     return max(1, min(MAX_WORKERS, cpus // CPUS_PER_WORKER))
 
 
@@ -91,11 +90,6 @@ def _log_address(app: App, port: int) -> None:
     log.info("serving %s on %s", names, _url(msgspec.structs.replace(app.settings, port=port)))
 
 
-def _write_token_file(app: App, port: int) -> TokenFile:
-    settings = app.settings
-    return TokenFile(app.admin_token, settings.host, port, settings.socket)
-
-
 def _port(sockets: Sequence[socket.socket]) -> int:
     """The actual port; 0 for a Unix socket."""
     name = sockets[0].getsockname()
@@ -107,62 +101,6 @@ def _url(settings: Settings) -> str:
         return f"the Unix socket {settings.socket}"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"{'https' if settings.tls else 'http'}://{host}:{settings.port}/v1"
-
-
-class AppServer(HttpServer):
-    """Serves in one process. SIGTERM and SIGINT stop it: running requests may finish, or get an error."""
-
-    def __init__(self, app: App, file: SocketFile | None = None) -> None:
-        super().__init__(app)
-        self._app = app
-        self._file = file
-        self._token_file: TokenFile | None = None
-        self._forced = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            port = _port([one for server in self.servers for one in server.sockets])
-            self._token_file = _write_token_file(self._app, port)
-            _log_address(self._app, port)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._app.stop_requests()
-        await _drain(self._app.settings, self._forced)
-        if self._file is not None:
-            self._file.remove()
-        await super().shutdown(sockets)
-
-    def remove_token(self) -> None:
-        if self._token_file is not None:
-            self._token_file.remove()
-
-    def force_stop(self) -> None:
-        super().force_stop()
-        self._forced.set()
-
-    def give_up(self) -> None:
-        """Stop without draining, because no model can be served."""
-        self.should_exit = True
-        self._forced.set()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # Supervisors and shells may send SIGTERM twice, to the process and to its group. Only Ctrl-C forces a stop.
-        if self.should_exit and sig == signal.SIGINT:
-            asyncio.get_running_loop().call_soon_threadsafe(self.force_stop)
-        self.should_exit = True
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 async def _drain(settings: Settings, forced: asyncio.Event) -> None:
@@ -177,110 +115,88 @@ async def _drain(settings: Settings, forced: asyncio.Event) -> None:
             return
         except TimeoutError:
             pass
-    log.info("stopping; running requests have %g s to finish", math.ceil(settings.grace_seconds))
+    log.info("stopping; running requests have %g s to finish", settings.grace_seconds)
 
 
-async def _serve(app: App) -> None:
-    path = app.settings.socket
-    sockets = None if path is None else [unix_socket(Path(path))]
-    file = SocketFile(path)
-    server = AppServer(app, file)
-    preload = asyncio.create_task(_preload(app, server.give_up))
-    try:
-        with _reload_on_sighup(app):
-            await server.serve(sockets)
-    finally:
-        file.remove()
-        server.remove_token()
-        preload.cancel()
-        # A forced stop skips the shutdown of the lifespan.
-        await app.stop()
+async def _serve(app: App, count: int) -> None:
+    """Serve in one process, or as the parent of front ends: it has all state, and they have the connections."""
+    settings = app.settings
+    sockets = _bind(settings) if count == 1 else bind_frontend_sockets(settings, count)
+    port = _port(sockets[0])
+    file = SocketFile(settings.socket)
+    stopping, forced = asyncio.Event(), asyncio.Event()
+    app.start()
+    server: HttpServer | FrontEndSupervisor
+    server = HttpServer(app, sockets[0]) if count == 1 else FrontEndSupervisor(app, sockets)
+    token_file = TokenFile(app.admin_token, settings.host, port, settings.socket)
+    preload = asyncio.create_task(_preload(app, stopping.set))
+    with _signals(app, stopping, forced, server):
+        try:
+            await server.run(stopping, lambda: _log_address(app, port))
+            app.stop_requests()
+            server.announce_stop()
+            if _failure(preload) is None:
+                await _drain(app.settings, forced)
+            file.remove()
+            await server.stop(settings.grace_seconds)
+        finally:
+            file.remove()
+            token_file.remove()
+            preload.cancel()
+            await server.end()
+            await app.stop()
     if error := _failure(preload):
         raise error
+
+
+def _bind(settings: Settings) -> list[list[socket.socket]]:
+    if settings.socket is not None:
+        return [[unix_socket(Path(settings.socket))]]
+    return [bind_sockets(settings.host, settings.port)]
 
 
 def _failure(preload: "asyncio.Task[None]") -> BaseException | None:
     return preload.exception() if preload.done() and not preload.cancelled() else None
 
 
-async def _serve_with_frontends(app: App, count: int) -> None:
-    """Run the parent, which has all state; the front ends have the connections."""
-    initial = app.settings
-    sockets = bind_frontend_sockets(initial, count)
-    file = SocketFile(initial.socket)
-    app.start()
-    token_file = _write_token_file(app, _port(sockets[0]))
-    stopping, forced = asyncio.Event(), asyncio.Event()
-    supervisor = FrontEndSupervisor(app, sockets)
-    preload = asyncio.create_task(_preload(app, stopping.set))
-    with _reload_on_sighup(app), _signals(stopping, forced, supervisor):
-        try:
-            await supervisor.wait_until_started(stopping)
-            if not stopping.is_set():
-                _log_address(app, _port(sockets[0]))
-            await supervisor.wait_for_any(stopping)
-            app.stop_requests()
-            supervisor.announce_stop()
-            if _failure(preload) is None:
-                await _drain(app.settings, forced)
-            file.remove()
-            await supervisor.stop(initial.grace_seconds)
-        finally:
-            file.remove()
-            token_file.remove()
-            preload.cancel()
-            await supervisor.end()
-            await app.stop()
-    if error := _failure(preload):
-        raise error
-
-
 @contextmanager
 def _signals(
-    stopping: asyncio.Event, forced: asyncio.Event, supervisor: FrontEndSupervisor
+    app: App, stopping: asyncio.Event, forced: asyncio.Event, server: HttpServer | FrontEndSupervisor
 ) -> Generator[None, None, None]:
-    """The first signal stops cleanly, a second Ctrl-C forces the stop, a third kills the front ends."""
+    """The first SIGINT or SIGTERM stops cleanly, a second Ctrl-C forces the stop, a third stops at once.
+
+    Supervisors and shells may send SIGTERM twice, to the process and to its group, so it never forces a stop. SIGHUP
+    reloads the configuration; without a configuration file it keeps its default effect.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
+    reloads: set[asyncio.Task[None]] = set()
 
     def interrupt() -> None:
         if forced.is_set():
-            supervisor.kill()
+            server.kill()
         elif stopping.is_set():
             forced.set()
-            supervisor.force_stop()
+            server.force_stop()
         stopping.set()
-
-    loop.add_signal_handler(signal.SIGINT, interrupt)
-    loop.add_signal_handler(signal.SIGTERM, stopping.set)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-
-@contextmanager
-def _reload_on_sighup(app: App) -> Generator[None, None, None]:
-    """Reload the configuration on SIGHUP. Without a configuration file the signal keeps its default effect."""
-    if not app.can_reload or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop = asyncio.get_running_loop()
-    reloads: set[asyncio.Task[None]] = set()
 
     def reload() -> None:
         task = loop.create_task(_reload(app))
         reloads.add(task)
         task.add_done_callback(reloads.discard)
 
-    loop.add_signal_handler(signal.SIGHUP, reload)
+    handlers = {signal.SIGINT: interrupt, signal.SIGTERM: stopping.set}
+    if app.can_reload:
+        handlers[signal.SIGHUP] = reload
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGHUP)
+        for number in handlers:
+            loop.remove_signal_handler(number)
 
 
 async def _reload(app: App) -> None:
@@ -312,7 +228,7 @@ async def _preload(app: App, stop: Callable[[], None]) -> None:
 
 
 async def _wait_until_loaded(host: ModelHost) -> None:
-    """Wait without a time limit; `ready` gives up after that of a request."""
+    """Wait for the model without a time limit. `host.ready` raises ModelLoading after the time limit of a request."""
     while True:
         try:
             await host.ready()

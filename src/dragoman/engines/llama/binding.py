@@ -1,4 +1,4 @@
-"""Typed Python classes over llama.cpp: models, adapters and contexts.
+"""Typed Python classes over llama.cpp: models and contexts.
 
 Only this module and `library` use ctypes.
 
@@ -12,16 +12,14 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from dragoman.core.errors import ConfigError, EngineFailed
-from dragoman.engines.llama.library import FLASH_ATTENTION_OFF, Batch, ProgressCallback, library, log
+from dragoman.engines.llama.library import FLASH_ATTENTION_OFF, KV_TYPES, Batch, Kv, ProgressCallback, library, log
 
-MAX_SEQUENCES = 256
-"""llama.cpp's limit on the sequences of a context."""
 TOKENIZER_PART = 4096
 """Characters that are tokenized at once."""
 
@@ -31,9 +29,6 @@ ABORTED = 2
 Logits = NDArray[np.float32]
 Vectors = NDArray[np.float32]
 
-Kv = Literal["f16", "q8_0"]
-KV_TYPES = {"f16": 1, "q8_0": 8}
-"""ggml's type numbers."""
 
 POOLING = {"1": "mean", "2": "first", "3": "last"}
 """Values of the metadata key `pooling_type`. Chat models lack the key."""
@@ -53,86 +48,57 @@ class LlamaModel:
         callback = ProgressCallback(lambda share, _: progress is None or progress(share) is None)
         params.progress_callback = ctypes.cast(callback, ctypes.c_void_p)
         log.errors.clear()
-        self.handle = c.llama_model_load_from_file(str(path).encode(), params)
-        if not self.handle:
+        self.handle = handle = c.llama_model_load_from_file(str(path).encode(), params)
+        if not handle:
             raise ConfigError(f"llama: cannot load {path}: {log.reason()}")
+        self.metadata = _read_metadata(c, handle)
+        self.architecture = self.metadata.get("general.architecture", "")
+        template: bytes | None = c.llama_model_chat_template(handle, None)
+        self.chat_template = None if template is None else template.decode("utf-8", "replace")
+        self.trained_context: int = c.llama_model_n_ctx_train(handle)
+        self.generates_text = bool(
+            c.llama_model_has_decoder(handle)
+            and not c.llama_model_has_encoder(handle)
+            and not c.llama_model_is_diffusion(handle)
+        )
+        """Whether the model generates text token by token."""
+        self.is_bidirectional = self.metadata.get(f"{self.architecture}.attention.causal") == "false"
+        """Whether tokens attend to later tokens, so that a text must be decoded in one batch."""
+        self.is_recurrent = bool(c.llama_model_is_recurrent(handle) or c.llama_model_is_hybrid(handle))
+        """Whether the model has a running state, from which the last tokens cannot be removed."""
+        pooling = self.metadata.get(f"{self.architecture}.pooling_type", "")
+        self.pooling = POOLING.get(pooling, "mean")
+        """How the token vectors become the vector of a text: mean, first or last."""
+        self.is_reranker = pooling == RANK_POOLING
+        self._read_vocabulary()
+
+    def _read_vocabulary(self) -> None:
+        c = self.library
         self.vocab = vocab = c.llama_model_get_vocab(self.handle)
         self.vocab_size: int = c.llama_vocab_n_tokens(vocab)
         self.bos: int = c.llama_vocab_bos(vocab)
         self.eos: int = c.llama_vocab_eos(vocab)
         self.add_bos: bool = c.llama_vocab_get_add_bos(vocab)
-        self.trained_context: int = c.llama_model_n_ctx_train(self.handle)
-        self.metadata = self._read_metadata()
-        self.infill = self._infill_tokens()
-        self.suppressed = self._suppressed_tokens()
-        self.hidden = frozenset(
-            token
-            for token in range(self.vocab_size)
-            if c.llama_vocab_get_attr(vocab, token) & (ATTRIBUTE_CONTROL | ATTRIBUTE_UNKNOWN)
-        )
-        self.ends = frozenset(token for token in range(self.vocab_size) if c.llama_vocab_is_eog(vocab, token))
+        infill = (c.llama_vocab_fim_pre(vocab), c.llama_vocab_fim_suf(vocab), c.llama_vocab_fim_mid(vocab))
+        self.infill: tuple[int, int, int] | None = None if NO_TOKEN in infill else infill
+        """The tokens before the prefix, before the suffix and before the text to insert."""
+        count = ctypes.c_int32(0)
+        suppressed = c.llama_vocab_get_suppress_tokens(vocab, ctypes.byref(count))
+        self.suppressed: tuple[int, ...] = tuple(suppressed[: count.value]) if count.value > 0 else ()
+        """Tokens that must never be sampled, according to the model file."""
+        tokens = range(self.vocab_size)
+        hidden = ATTRIBUTE_CONTROL | ATTRIBUTE_UNKNOWN
+        self.hidden = frozenset(token for token in tokens if c.llama_vocab_get_attr(vocab, token) & hidden)
         self.shown: frozenset[int] = frozenset()
-        self.pieces = tuple(self._token_piece(token) for token in range(self.vocab_size))
+        self.ends = frozenset(token for token in tokens if c.llama_vocab_is_eog(vocab, token))
+        self.pieces = tuple(_read_piece(c, vocab, token) for token in tokens)
         self.longest_piece = max(map(len, self.pieces))
+        self.control = tuple(self.name(token) for token in sorted(self.hidden))
+        """Names of the tokens that message content must never produce."""
 
     @property
     def description(self) -> str:
-        buffer = ctypes.create_string_buffer(256)
-        self.library.llama_model_desc(self.handle, buffer, len(buffer))
-        return buffer.value.decode("utf-8", "replace")
-
-    @property
-    def chat_template(self) -> str | None:
-        template: bytes | None = self.library.llama_model_chat_template(self.handle, None)
-        return None if template is None else template.decode("utf-8", "replace")
-
-    @property
-    def control(self) -> tuple[str, ...]:
-        """Names of the tokens that message content must never produce."""
-        return tuple(self.name(token) for token in sorted(self.hidden))
-
-    @property
-    def is_decoder(self) -> bool:
-        """Whether the model generates text token by token."""
-        c, handle = self.library, self.handle
-        return bool(
-            c.llama_model_has_decoder(handle)
-            and not c.llama_model_has_encoder(handle)
-            and not c.llama_model_is_diffusion(handle)
-        )
-
-    @property
-    def architecture(self) -> str:
-        return self.metadata.get("general.architecture", "")
-
-    @property
-    def is_bidirectional(self) -> bool:
-        """Whether tokens attend to later tokens, so that a text must be decoded in one batch."""
-        return self.metadata.get(f"{self.architecture}.attention.causal") == "false"
-
-    @property
-    def pooling(self) -> str:
-        """How the token vectors become the vector of a text: mean, first or last."""
-        return POOLING.get(self.metadata.get(f"{self.architecture}.pooling_type", ""), "mean")
-
-    @property
-    def is_reranker(self) -> bool:
-        return self.metadata.get(f"{self.architecture}.pooling_type") == RANK_POOLING
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether the model has a running state, from which the last tokens cannot be removed."""
-        c, handle = self.library, self.handle
-        return bool(c.llama_model_is_recurrent(handle) or c.llama_model_is_hybrid(handle))
-
-    @property
-    def attention_shape(self) -> tuple[int, ...]:
-        """Layers, heads, KV heads, and the widths of embeddings, keys and values. The last two are 0 if unknown."""
-        c, handle = self.library, self.handle
-        counts = (c.llama_model_n_layer, c.llama_model_n_head, c.llama_model_n_head_kv, c.llama_model_n_embd)
-        widths = (self.metadata.get(f"{self.architecture}.attention.{name}_length", "") for name in ("key", "value"))
-        known_widths = (int(width) if width.isdecimal() else 0 for width in widths)
-        return *(int(count(handle)) for count in counts), *known_widths
+        return _read_string(partial(self.library.llama_model_desc, self.handle))
 
     def name(self, token: int) -> str:
         return "" if token == NO_TOKEN else self.pieces[token].decode("utf-8", "replace")
@@ -163,7 +129,7 @@ class LlamaModel:
                 start = match.start()
         return tokens + self._tokenize(text[start:], special)
 
-    def tokenize_whole(self, text: str) -> list[int]:
+    def tokenize_text(self, text: str) -> list[int]:
         """Tokenize plain content and add the vocabulary's begin and end tokens."""
         return self._tokenize(text, special=False, add_special=True)
 
@@ -189,35 +155,37 @@ class LlamaModel:
         size = sum(len(self.pieces[token]) for token in tokens) + 16
         return _read_buffer(lambda *buffer: detokenize(*buffer, False, True), size).decode("utf-8", "replace")
 
+    def load_adapter(self, path: Path) -> int:
+        """Return a handle of the LoRA adapter, which is freed with the model."""
+        log.errors.clear()
+        adapter: int | None = self.library.llama_adapter_lora_init(self.handle, str(path).encode())
+        if not adapter:
+            raise ConfigError(f"llama: {path} is not an adapter for this model: {log.reason()}")
+        if self.library.llama_adapter_get_alora_n_invocation_tokens(adapter):
+            raise ConfigError(f"llama: {path} is an activated LoRA (aLoRA), which is not supported")
+        return adapter
+
     def close(self) -> None:
         if self.handle:
             self.library.llama_model_free(self.handle)
             self.handle = None
 
-    def _token_piece(self, token: int) -> bytes:
-        read = partial(self.library.llama_token_to_piece, self.vocab, token)
-        return _read_buffer(lambda *buffer: read(*buffer, 0, True), 64)
 
-    def _infill_tokens(self) -> tuple[int, int, int] | None:
-        """Return the tokens before the prefix, before the suffix and before the text to insert."""
-        c, vocab = self.library, self.vocab
-        tokens = (c.llama_vocab_fim_pre(vocab), c.llama_vocab_fim_suf(vocab), c.llama_vocab_fim_mid(vocab))
-        return None if NO_TOKEN in tokens else tokens
+def _read_metadata(c: ctypes.CDLL, handle: int) -> Mapping[str, str]:
+    read_key, read_value = c.llama_model_meta_key_by_index, c.llama_model_meta_val_str_by_index
+    indices = range(c.llama_model_meta_count(handle))
+    return {
+        _read_string(partial(read_key, handle, index)): _read_string(partial(read_value, handle, index))
+        for index in indices
+    }
 
-    def _suppressed_tokens(self) -> tuple[int, ...]:
-        """Return the tokens that must never be sampled, according to the model file."""
-        count = ctypes.c_int32(0)
-        tokens = self.library.llama_vocab_get_suppress_tokens(self.vocab, ctypes.byref(count))
-        return tuple(tokens[: count.value]) if count.value > 0 else ()
 
-    def _read_metadata(self) -> Mapping[str, str]:
-        c = self.library
-        read_key, read_value = c.llama_model_meta_key_by_index, c.llama_model_meta_val_str_by_index
-        indices = range(c.llama_model_meta_count(self.handle))
-        return {self._string(read_key, index): self._string(read_value, index) for index in indices}
+def _read_piece(c: ctypes.CDLL, vocab: int, token: int) -> bytes:
+    return _read_buffer(lambda *buffer: c.llama_token_to_piece(vocab, token, *buffer, 0, True), 64)
 
-    def _string(self, function: Callable[..., int], index: int) -> str:
-        return _read_buffer(partial(function, self.handle, index), 256).decode("utf-8", "replace")
+
+def _read_string(read: Callable[..., int]) -> str:
+    return _read_buffer(read, 256).decode("utf-8", "replace")
 
 
 def _read_buffer(read: Callable[..., int], size: int) -> bytes:
@@ -230,66 +198,54 @@ def _read_buffer(read: Callable[..., int], size: int) -> bytes:
         size = abs(count) + 1
 
 
-class Adapter:
-    """A LoRA adapter from a file. It is freed with the model."""
+class ContextParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory for `sequences` independent sequences of up to `length` tokens.
 
-    def __init__(self, model: LlamaModel, path: Path) -> None:
-        c = model.library
-        log.errors.clear()
-        self.handle = c.llama_adapter_lora_init(model.handle, str(path).encode())
-        if not self.handle:
-            raise ConfigError(f"llama: {path} is not an adapter for this model: {log.reason()}")
-        if c.llama_adapter_get_alora_n_invocation_tokens(self.handle):
-            raise ConfigError(f"llama: {path} is an activated LoRA (aLoRA), which is not supported")
+    `rows` is the maximum batch size, `outputs` the maximum number of rows with logits. With `vectors`, rows have
+    embedding vectors instead of logits, and all sequences together have `length` tokens.
+    """
+
+    sequences: int
+    length: int
+    rows: int
+    outputs: int
+    threads: int
+    flash_attention: bool = True
+    kv: Kv = "f16"
+    vectors: bool = False
 
 
 class Context:
-    """A decoder and its memory for `sequences` independent sequences of up to `length` tokens.
+    """A decoder and its memory. Some embedding models have no memory."""
 
-    With `vectors`, rows have embedding vectors instead of logits, and all sequences together have `length` tokens. Some
-    embedding models have no memory.
-    """
-
-    def __init__(
-        self,
-        model: LlamaModel,
-        *,
-        sequences: int,
-        length: int,
-        rows: int,
-        outputs: int,
-        threads: int,
-        flash_attention: bool = True,
-        kv: str = "f16",
-        vectors: bool = False,
-    ) -> None:
-        """`rows` is the maximum batch size, `outputs` the maximum number of rows with logits."""
+    def __init__(self, model: LlamaModel, given: ContextParams) -> None:
         # llama.cpp reserves one row per sequence and aborts the process if they do not fit.
-        rows, outputs = max(rows, sequences), max(outputs, sequences)
+        rows, outputs = max(given.rows, given.sequences), max(given.outputs, given.sequences)
         self.library = c = model.library
         self.vocab_size = model.vocab_size
         self.width: int = c.llama_model_n_embd_out(model.handle)
         params = c.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = length if vectors else length * sequences, sequences
+        params.n_ctx = given.length if given.vectors else given.length * given.sequences
+        params.n_seq_max = given.sequences
         params.n_batch = params.n_ubatch = rows
-        if not flash_attention:
+        if not given.flash_attention:
             params.flash_attn_type = FLASH_ATTENTION_OFF
-        params.type_k = params.type_v = KV_TYPES[kv]
+        params.type_k = params.type_v = KV_TYPES[given.kv]
         params.n_outputs_max, params.n_outputs_max_per_seq = min(outputs, rows), 0
-        params.n_threads = params.n_threads_batch = threads
-        params.kv_unified = params.embeddings = vectors
-        if vectors:
+        params.n_threads = params.n_threads_batch = given.threads
+        params.kv_unified = params.embeddings = given.vectors
+        if given.vectors:
             params.pooling_type = NO_POOLING
         params.no_perf = True
         log.errors.clear()
         self.handle = c.llama_init_from_model(model.handle, params)
         if not self.handle:
             raise ConfigError(
-                f"llama: cannot allocate {sequences} sequences of {length} tokens ({log.reason()}): "
-                f"lower context or slots or cache_sequences{'' if kv == 'f16' else ', or remove kv: ' + kv}"
+                f"llama: cannot allocate {given.sequences} sequences of {given.length} tokens ({log.reason()}): "
+                f"lower context or slots or cache_sequences{'' if given.kv == 'f16' else ', or remove kv: ' + given.kv}"
             )
         self.memory = c.llama_get_memory(self.handle)
-        if not self.memory and not vectors:
+        if not self.memory and not given.vectors:
             self.close()
             raise ConfigError("llama: this model has no KV cache: it creates embeddings and cannot generate text")
         self.length: int = c.llama_n_ctx_seq(self.handle)
@@ -338,13 +294,18 @@ class Context:
         if code := self.decode(tokens, positions, sequences, outputs):
             raise EngineFailed(f"llama.cpp could not run the model (code {code})")
 
+    def warm_up(self, rows: int = 1) -> None:
+        """Load the weights into memory before the first request, and check that the model runs."""
+        self.decode_or_fail([0] * rows, range(rows), [0] * rows, [False] * (rows - 1) + [True])
+        self.clear_all()
+
     def abort(self) -> None:
         """Abort the decode that runs in another thread. The affected sequences are then in an undefined state."""
         self._abort.value = b"1"
 
-    def adapt(self, adapter: Adapter, scale: float) -> None:
+    def set_adapter(self, adapter: int, scale: float) -> None:
         """Apply an adapter to all further decodes."""
-        handles, scales = (ctypes.c_void_p * 1)(adapter.handle), (ctypes.c_float * 1)(scale)
+        handles, scales = (ctypes.c_void_p * 1)(adapter), (ctypes.c_float * 1)(scale)
         self.library.llama_set_adapters_lora(self.handle, handles, 1, scales)
 
     def vectors(self, rows: int) -> Vectors:

@@ -1,5 +1,7 @@
 """The engine for models in GGUF files. Runs many requests at once, each in a slot of its own.
 
+    event loop ──request──> prompt pool ──generation──> event loop ──job──> compute thread ──events──> event loop
+
 A slot holds `context` tokens of prompt and reply. So does each of the `cache_sequences`, which keep prefixes for later
 requests. The KV cache takes memory for `context` times the number of both.
 
@@ -13,56 +15,49 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 import msgspec
 
 from dragoman.core.embeddings import Embedding, Input
-from dragoman.core.engine import Engine, ModelInfo, RenderedPrompt
+from dragoman.core.engine import ModelInfo
 from dragoman.core.errors import ConfigError, EngineFailed, NotSupported
-from dragoman.core.events import Event, Finished
+from dragoman.core.events import Listener
+from dragoman.core.features import Feature
 from dragoman.core.request import GenerationRequest
 from dragoman.engines.llama import hardware
-from dragoman.engines.llama.adapters import adapter_path, adapter_problems, load_adapter
-from dragoman.engines.llama.binding import Context, LlamaModel
+from dragoman.engines.llama.binding import Context, ContextParams, LlamaModel
 from dragoman.engines.llama.compute_thread import ComputeThread
 from dragoman.engines.llama.embedder import Embedder
-from dragoman.engines.llama.generation import Generation
-from dragoman.engines.llama.memory_fit import ContextSize, expected_bytes, fit_context, option_warnings
-from dragoman.engines.llama.options import LlamaOptions
-from dragoman.engines.llama.request_builder import LlamaRequestBuilder
-from dragoman.engines.llama.runner import LEAST_CHUNK_ALONE, Runner
+from dragoman.engines.llama.generation import LlamaRequestBuilder
+from dragoman.engines.llama.options import (
+    ContextSize,
+    LlamaOptions,
+    expected_kv_bytes,
+    find_mistakes,
+    find_warnings,
+    fit_context,
+)
+from dragoman.engines.llama.runner import MIN_CHUNK_ALONE, Runner, StepEvents
 from dragoman.engines.llama.scheduler import MAX_PROMPT_OUTPUTS, Scheduler
-from dragoman.engines.llama.tuning.record import read_record
-from dragoman.engines.prompt_reader import detokenize, tokenize
+from dragoman.engines.llama.tuning_record import read_record
+from dragoman.engines.prompt_reader import CONSTRAINT_FEATURES, EMBEDDING_FEATURES, TOKEN_FEATURES
+from dragoman.engines.token_engine import TokenEngine
 from dragoman.files.gguf import read_metadata
-from dragoman.formats import detect_format, get_format
-from dragoman.grammar.schema_check import find_violations
 
 log = logging.getLogger("dragoman.engine")
-T = TypeVar("T")
+
+FEATURES = TOKEN_FEATURES | CONSTRAINT_FEATURES | EMBEDDING_FEATURES
 
 MAX_DEFAULT_EMBEDDING_TOKENS = 2048
 """Default input length of bidirectional models. Their memory grows with its square."""
 EMBEDDING_SEQUENCES = 16
 
-EMBEDDING_FEATURES = frozenset({"embeddings", "tokenize"})
-FEATURES = EMBEDDING_FEATURES | frozenset(
-    {
-        *("chat", "completion", "token_prompt", "token_ids", "logprobs", "prompt_logprobs"),
-        *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
-        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-        *("stop_token_ids", "ignore_eos", "max_tokens", "usage"),
-        *("tools", "strict_tools", "constraint", "thinking", "documents", "render", "template_options"),
-    }
-)
 
-
-class _Loaded(msgspec.Struct, frozen=True):
+class TextGenerator(msgspec.Struct, frozen=True):
     """The parts that generate text."""
 
     request_builder: LlamaRequestBuilder
@@ -72,39 +67,31 @@ class _Loaded(msgspec.Struct, frozen=True):
     capacity: int
     """Tokens that fit into the slots of all runners."""
 
-    @property
-    def runners(self) -> Sequence[Runner]:
-        return [self.runner, *self.adapter_runners.values()]
 
-    @property
-    def tokens(self) -> int:
-        return sum(runner.tokens for runner in self.runners)
+class LoadedLlama(msgspec.Struct, frozen=True):
+    """`generator` is None for models that only create embeddings."""
+
+    model: LlamaModel
+    embedder: Embedder
+    generator: TextGenerator | None = None
 
 
-class LlamaEngine(Engine):
+class LlamaEngine(TokenEngine):
     Options = LlamaOptions
-    emits_events = True
+    loads_gguf = True
 
     def __init__(self, name: str, options: LlamaOptions) -> None:
+        super().__init__(prompt_threads=2, threads_per_principal=1)
         self.name = name
         self.options = options
         self.slots = options.slots
-        self.model: LlamaModel | None = None
-        self.embedder: Embedder | None = None
-        self.loaded: _Loaded | None = None
+        self.compute_thread: ComputeThread | None = None
+        self.loaded: LoadedLlama | None = None
         self.active_generations = 0
-        # The engine has pools of its own because their threads must be done before the model is freed.
-        self.prompt_pool = ThreadPoolExecutor(2, thread_name_prefix="dragoman-prompt")
-        # Requests to render or tokenize must not delay generations.
-        self.tokenize_pool = ThreadPoolExecutor(2, thread_name_prefix="dragoman-tokenize")
-        # Checking a reply against keywords that were not enforced may take half a second.
-        self.check_pool = ThreadPoolExecutor(2, thread_name_prefix="dragoman-check")
-        self.compute_thread = ComputeThread()
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:
-        if not isinstance(options, LlamaOptions):
-            raise TypeError(f"the llama engine expects LlamaOptions, got {type(options).__name__}")
+        assert isinstance(options, LlamaOptions)
         return cls(name, options)
 
     @classmethod
@@ -114,178 +101,162 @@ class LlamaEngine(Engine):
     @classmethod
     def memory_beside_file(cls, options: msgspec.Struct) -> int:
         assert isinstance(options, LlamaOptions)
-        files = [adapter_path(entry) for entry in options.adapters.values()]
+        files = [adapter.file for adapter in options.adapter_options.values()]
         adapter_bytes = sum(file.stat().st_size for file in files if file.is_file())
         try:
-            metadata = read_metadata(Path(options.path).expanduser())
+            kv_bytes = expected_kv_bytes(read_metadata(options.file), options)
         except ConfigError:
             # Loading reports what is wrong with the file.
             return adapter_bytes
-        return adapter_bytes + expected_bytes(metadata, options)
+        record = None if options.layout == "as-is" else read_record(options.file, check_hash=False)
+        # A tuned copy is loaded instead of the file.
+        growth = 0 if record is None else record.file.stat().st_size - options.file.stat().st_size
+        return adapter_bytes + kv_bytes + growth
 
     @classmethod
-    def mistakes(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
+    def find_option_errors(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
         assert isinstance(options, LlamaOptions)
-        problems = adapter_problems(Path(options.path).expanduser(), options.adapters)
-        return [(f"adapters.{name}", message) for name, message in problems]
+        return list(find_mistakes(options))
 
     @classmethod
-    def doubts(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
+    def find_option_warnings(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
         assert isinstance(options, LlamaOptions)
-        return list(option_warnings(options))
+        return list(find_warnings(options))
 
     def models(self) -> Sequence[ModelInfo]:
-        if self.loaded is None:
-            length = self.options.context if self.embedder is None else self.embedder.length
-            format_name = self.options.format or "plain"
-        else:
-            length, format_name = self.loaded.request_builder.context, self.loaded.request_builder.format.name
+        length, format_name = self.options.context, self.options.format or "plain"
+        if self.loaded is not None:
+            length = self.loaded.embedder.length
+            if self.loaded.generator is not None:
+                format_name = self.loaded.generator.request_builder.format.name
         return [ModelInfo(name, context=length, format=format_name) for name in (self.name, *self.options.adapters)]
 
     def supports(self) -> frozenset[str]:
-        if self.model is None:
-            return FEATURES
         if self.loaded is None:
+            return FEATURES
+        if self.loaded.generator is None:
             return EMBEDDING_FEATURES
-        return FEATURES if self.model.infill is None else FEATURES | {"infill"}
+        return FEATURES if self.loaded.model.infill is None else FEATURES | {Feature.INFILL}
 
     async def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.progress = None
-        self.model, self.loaded, embedder = await self._run_in_pool(
-            _load, self.options, loop, self.compute_thread, self._set_progress
-        )
-        self.embedder = embedder
-        embedder.start()
-        if self.loaded is not None:
-            for runner in self.loaded.runners:
-                runner.start()
+        def set_progress(share: float) -> None:
+            self.progress = max(self.progress or 0.0, round(share, 2))
 
-    def _set_progress(self, share: float) -> None:
-        self.progress = max(self.progress or 0.0, round(share, 2))
+        self.progress = None
+        self.compute_thread = thread = ComputeThread(asyncio.get_running_loop())
+        future = thread.submit(partial(_load, self.options, thread, self._deliver_step, set_progress))
+        try:
+            self.loaded = await asyncio.wrap_future(future)
+        except BaseException:
+            thread.close()
+            raise
 
     async def stop(self) -> None:
         loaded, self.loaded = self.loaded, None
-        model, self.model = self.model, None
-        embedder, self.embedder = self.embedder, None
+        if self.compute_thread is not None:
+            self.compute_thread.close()
+        if loaded is not None and loaded.generator is not None:
+            await loaded.generator.request_builder.constraints.close()
+        # The threads must be done before the model is freed.
+        await asyncio.to_thread(self.close_pools, wait=True)
+        if self.compute_thread is not None:
+            await asyncio.to_thread(self.compute_thread.join)
         if loaded is not None:
-            for runner in loaded.runners:
-                runner.close()
-        if embedder is not None:
-            embedder.close()
-        if loaded is not None:
-            await loaded.request_builder.constraints.close()
-        await asyncio.to_thread(self._free, model, loaded, embedder)
+            loaded.model.close()
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
-        loaded = self._require_loaded()
-        read = await self._run_in_pool(loaded.request_builder.read, request)
-        constrained = await loaded.request_builder.constrain(request, read)
-        generation = await self._run_in_pool(loaded.request_builder.generation, request, read, constrained)
-        runner = loaded.adapter_runners.get(request.model, loaded.runner)
+    async def deliver(self, request: GenerationRequest, listener: Listener) -> None:
+        generator = self._require_generator()
+        generation = await self.build_generation(generator.request_builder, request)
+        runner = generator.adapter_runners.get(request.model, generator.runner)
         runner.submit(generation)
         self.active_generations += 1
         try:
-            while events := await generation.inbox.take():
-                self.kv_used = loaded.tokens / loaded.capacity
-                if type(events[-1]) is Finished and generation.params.checks:
-                    finished = await self._run_in_pool(_check_reply, generation, events[-1], pool=self.check_pool)
-                    events = [*events[:-1], finished]
-                yield events
+            await generation.events.deliver(listener)
         finally:
             runner.cancel(generation)
             self.active_generations -= 1
             if not self.active_generations:
                 self.kv_used = 0.0
+        await self.deliver_checked(generation, listener)
 
-    async def render(self, request: GenerationRequest) -> RenderedPrompt:
-        return await self._run_in_pool(self._require_loaded().request_builder.render, request, pool=self.tokenize_pool)
-
-    async def tokenize(self, text: str, special: bool) -> Sequence[int]:
-        model, _ = self._require_running()
-        return await self._run_in_pool(tokenize, model, text, special, pool=self.tokenize_pool)
-
-    async def detokenize(self, tokens: Sequence[int]) -> str:
-        model, _ = self._require_running()
-        return await self._run_in_pool(detokenize, model, tokens, pool=self.tokenize_pool)
+    def _deliver_step(self, step: StepEvents) -> None:
+        """Called in the event loop with the events of each step."""
+        generator = None if self.loaded is None else self.loaded.generator
+        if generator is not None and self.active_generations:
+            self.kv_used = sum(runner.tokens for runner in generator.runner.runners) / generator.capacity
+        for put in step:
+            put()
 
     async def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
-        _, embedder = self._require_running()
-        job = embedder.submit(await self._run_in_pool(embedder.read, inputs))
+        embedder = self._require_loaded().embedder
+        job = embedder.submit(await self.run_in_pool(embedder.read, inputs))
         try:
             return await job.future
         finally:
             embedder.cancel(job)
 
-    def _require_running(self) -> tuple[LlamaModel, Embedder]:
-        if self.model is None or self.embedder is None:
-            raise EngineFailed("the engine is not running")
-        return self.model, self.embedder
+    def require_vocabulary(self) -> LlamaModel:
+        return self._require_loaded().model
 
-    def _require_loaded(self) -> _Loaded:
-        self._require_running()
+    def require_builder(self) -> LlamaRequestBuilder:
+        return self._require_generator().request_builder
+
+    def _require_loaded(self) -> LoadedLlama:
         if self.loaded is None:
-            raise NotSupported("this model creates embeddings and cannot generate text")
+            raise EngineFailed("the engine is not running")
         return self.loaded
 
-    async def _run_in_pool(self, function: Callable[..., T], *arguments: object, pool: Executor | None = None) -> T:
-        return await asyncio.get_running_loop().run_in_executor(pool or self.prompt_pool, function, *arguments)
-
-    def _free(self, model: LlamaModel | None, loaded: _Loaded | None, embedder: Embedder | None) -> None:
-        for pool in (self.prompt_pool, self.check_pool, self.tokenize_pool):
-            pool.shutdown(wait=True)
-        for runner in () if loaded is None else loaded.runners:
-            runner.join()
-            runner.context.close()
-            if runner.drafted:
-                log.info("%d of %d drafted tokens were accepted", runner.accepted, runner.drafted)
-        if embedder is not None:
-            embedder.join()
-        self.compute_thread.close()
-        if model is not None:
-            model.close()
+    def _require_generator(self) -> TextGenerator:
+        generator = self._require_loaded().generator
+        if generator is None:
+            raise NotSupported("this model creates embeddings and cannot generate text")
+        return generator
 
 
 def _load(
     options: LlamaOptions,
-    loop: asyncio.AbstractEventLoop,
-    compute_thread: ComputeThread,
+    thread: ComputeThread,
+    deliver: Callable[[StepEvents], None],
     progress: Callable[[float], None],
-) -> tuple[LlamaModel, _Loaded | None, Embedder]:
-    path = Path(options.path).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"llama: there is no model file at {path}")
-    path, threads = _find_tuned(path, options)
+) -> LoadedLlama:
+    """Load the model, in the compute thread. `deliver` gets the events, `progress` the fraction that is loaded."""
+    if not options.file.is_file():
+        raise ConfigError(f"llama: there is no model file at {options.file}")
+    path, threads = _find_tuned(options)
+    runners: list[Runner] = []
     with contextlib.ExitStack() as stack:
         model = LlamaModel(path, progress)
         stack.callback(model.close)
         _check_kind(model, options)
-        if model.is_bidirectional:
-            embedder = _bidirectional_embedder(model, options, threads, compute_thread)
-            stack.pop_all()
-            return model, None, embedder
-        size = fit_context(model, options)
-        runners = _create_runners(model, options, size, threads, loop, compute_thread, stack)
-        loaded = _create_loaded(model, options, size.length, runners)
-        length = loaded.request_builder.context
-        embedder = Embedder(
-            model,
-            partial(_embedding_context, model, length, options.batch, threads),
-            length=length,
-            sequences=EMBEDDING_SEQUENCES,
-            rows=options.batch,
-            compute_thread=compute_thread,
-            is_generating=lambda: any(not runner.scheduler.idle for runner in runners),
-        )
+        try:
+            if model.is_bidirectional:
+                loaded = LoadedLlama(model, _create_bidirectional_embedder(model, options, threads, thread))
+                stack.callback(loaded.embedder.close)
+                loaded.embedder.prepare()
+            else:
+                size = fit_context(model, options)
+                contexts = _create_contexts(model, options, size, threads, stack)
+                sharing, isolate = not model.is_recurrent, options.isolate
+                schedule = partial(
+                    Scheduler, size.slots, size.cached, sharing=sharing, isolate=isolate, clock=time.monotonic
+                )
+                runners = [Runner(context, schedule, options, thread, deliver) for context in contexts]
+                length = min(size.length, contexts[0].length)
+                params = _embedding_params(length, options.batch, threads)
+                embedder = Embedder(model, params, length, thread, partial(_any_has_work, runners))
+                loaded = LoadedLlama(model, embedder, _create_generator(model, options, length, runners))
+        except EngineFailed as error:
+            raise ConfigError(f"llama: the model loads, but {error}") from error
         stack.pop_all()
-        return model, loaded, embedder
+    thread.members = [*runners, loaded.embedder]
+    return loaded
 
 
-def _find_tuned(path: Path, options: LlamaOptions) -> tuple[Path, int]:
+def _find_tuned(options: LlamaOptions) -> tuple[Path, int]:
     """Return the file and the number of threads that `dragoman tune` recorded, or the defaults."""
-    record = None if options.layout == "as-is" else read_record(path)
+    record = None if options.layout == "as-is" else read_record(options.file)
     if record is None:
-        return path, options.threads or hardware.threads()
+        return options.file, options.threads or hardware.threads()
     threads = options.threads or record.chosen.threads
     log.info("tuned by `dragoman tune`: %s, %d threads", record.file, threads)
     return record.file, threads
@@ -293,7 +264,7 @@ def _find_tuned(path: Path, options: LlamaOptions) -> tuple[Path, int]:
 
 def _check_kind(model: LlamaModel, options: LlamaOptions) -> None:
     path, description = options.path, model.description
-    if not model.is_decoder:
+    if not model.generates_text:
         raise ConfigError(f"llama: {path} does not generate text token by token ({description})")
     if model.is_bidirectional and model.is_reranker:
         raise ConfigError(f"llama: {path} is a reranking model ({description}); use an embedding model to rank")
@@ -301,105 +272,57 @@ def _check_kind(model: LlamaModel, options: LlamaOptions) -> None:
         raise ConfigError(f"llama: {path} is an embedding model ({description}), which cannot have adapters")
 
 
-def _create_runners(
-    model: LlamaModel,
-    options: LlamaOptions,
-    size: ContextSize,
-    threads: int,
-    loop: asyncio.AbstractEventLoop,
-    compute_thread: ComputeThread,
-    stack: contextlib.ExitStack,
-) -> list[Runner]:
-    """Return one runner for the model itself, then one for each adapter."""
-    adapters = [None, *(load_adapter(model, name, entry) for name, entry in options.adapters.items())]
-    schedule = partial(
-        Scheduler,
-        size.slots,
-        size.cached,
-        sharing=not model.is_recurrent,
-        isolate=options.isolate,
-        clock=time.monotonic,
+def _create_contexts(
+    model: LlamaModel, options: LlamaOptions, size: ContextSize, threads: int, stack: contextlib.ExitStack
+) -> list[Context]:
+    """Return a context for the model itself, then one for each adapter."""
+    params = ContextParams(
+        sequences=size.sequences,
+        length=size.length,
+        rows=options.batch + options.slots,
+        outputs=MAX_PROMPT_OUTPUTS + options.slots,
+        threads=threads,
+        flash_attention=options.flash_attention,
+        kv=options.kv,
     )
-    runners: list[Runner] = []
+    adapters: list[tuple[int, float] | None] = [None]
+    for name, entry in options.adapter_options.items():
+        if not entry.file.is_file():
+            raise ConfigError(f"llama: adapter {name}: no file at {entry.file}")
+        adapters.append((model.load_adapter(entry.file), entry.scale))
+    contexts = []
     for adapter in adapters:
-        context = Context(
-            model,
-            sequences=size.sequences,
-            length=size.length,
-            rows=options.batch + options.slots,
-            outputs=MAX_PROMPT_OUTPUTS + options.slots,
-            threads=threads,
-            flash_attention=options.flash_attention,
-            kv=options.kv,
-        )
+        contexts.append(context := Context(model, params))
         stack.callback(context.close)
         if adapter is not None:
-            context.adapt(*adapter)
-        compute_thread.run(_warm_up, context, min(options.batch, LEAST_CHUNK_ALONE, size.length))
-        gap, long_steps = options.gap_ms / 1000, options.flash_attention
-        runners.append(
-            Runner(
-                context,
-                loop,
-                schedule,
-                batch=options.batch,
-                gap=gap,
-                long_steps=long_steps,
-                compute_thread=compute_thread,
-            )
-        )
+            context.set_adapter(*adapter)
+        context.warm_up(min(options.batch, MIN_CHUNK_ALONE, size.length))
+    return contexts
+
+
+def _any_has_work(runners: Sequence[Runner]) -> bool:
+    return any(runner.has_work for runner in runners)
+
+
+def _create_generator(
+    model: LlamaModel, options: LlamaOptions, length: int, runners: Sequence[Runner]
+) -> TextGenerator:
     for runner in runners:
-        runner.neighbours = [other for other in runners if other is not runner]
-    return runners
+        runner.runners = runners
+    builder = LlamaRequestBuilder(model, length, options)
+    adapter_runners = dict(zip(options.adapters, runners[1:], strict=True))
+    return TextGenerator(builder, runners[0], adapter_runners, options.slots * length * len(runners))
 
 
-def _create_loaded(model: LlamaModel, options: LlamaOptions, length: int, runners: Sequence[Runner]) -> _Loaded:
-    runner, *others = runners
-    syntax = get_format(options.format or detect_format(model.chat_template, model.metadata.get("general.name", "")))
-    speculation = options.speculation and not model.is_recurrent
-    context = min(length, runner.context.length)
-    builder = LlamaRequestBuilder(model, context, syntax, options.template_options, speculation=speculation)
-    capacity = options.slots * context * len(runners)
-    return _Loaded(builder, runner, dict(zip(options.adapters, others, strict=True)), capacity)
-
-
-def _bidirectional_embedder(
-    model: LlamaModel, options: LlamaOptions, threads: int, compute_thread: ComputeThread
+def _create_bidirectional_embedder(
+    model: LlamaModel, options: LlamaOptions, threads: int, thread: ComputeThread
 ) -> Embedder:
     length = min(options.context or MAX_DEFAULT_EMBEDDING_TOKENS, model.trained_context)
     rows = max(length, min(options.batch, MAX_DEFAULT_EMBEDDING_TOKENS))
-    embedder = Embedder(
-        model,
-        partial(_embedding_context, model, rows, rows, threads),
-        length=length,
-        sequences=EMBEDDING_SEQUENCES,
-        rows=rows,
-        compute_thread=compute_thread,
+    return Embedder(model, _embedding_params(rows, rows, threads), length, thread)
+
+
+def _embedding_params(length: int, rows: int, threads: int) -> ContextParams:
+    return ContextParams(
+        sequences=EMBEDDING_SEQUENCES, length=length, rows=rows, outputs=rows, threads=threads, vectors=True
     )
-    try:
-        compute_thread.run(embedder.prepare)
-    except EngineFailed as error:
-        embedder.join()
-        raise ConfigError(f"llama: the model loads, but {error}") from error
-    return embedder
-
-
-def _embedding_context(model: LlamaModel, length: int, rows: int, threads: int) -> Context:
-    sequences = EMBEDDING_SEQUENCES
-    return Context(model, sequences=sequences, length=length, rows=rows, outputs=rows, threads=threads, vectors=True)
-
-
-def _check_reply(generation: Generation, finished: Finished) -> Finished:
-    """Add a warning if the reply violates keywords that could not be enforced."""
-    guide, checks = generation.guide, generation.params.checks
-    if guide is None or finished.reason == "length":
-        return finished
-    return msgspec.structs.replace(finished, warnings=(*finished.warnings, *find_violations(checks, guide.captures())))
-
-
-def _warm_up(context: Context, rows: int) -> None:
-    """Load the weights into memory before the first request, and check that the model runs."""
-    code = context.decode([0] * rows, range(rows), [0] * rows, [False] * (rows - 1) + [True])
-    if code:
-        raise ConfigError(f"llama: the model loads, but llama.cpp cannot run it (code {code})")
-    context.clear_all()

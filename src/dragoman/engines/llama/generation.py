@@ -1,7 +1,4 @@
-"""Turns the logits of one request into events.
-
-The request is prepared outside the runner's thread, then lives in it. Its events return to the event loop through its
-inbox.
+"""Builds a generation from a request, outside the compute thread, and turns its logits into events, inside of it.
 
 Rules
 1. `Started` comes first, together with the first token. `Finished` comes last.
@@ -20,70 +17,55 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 
-from dragoman.core.detokenizer import Detokenizer
 from dragoman.core.errors import EngineFailed
-from dragoman.core.event_queue import EventQueue
-from dragoman.core.events import Event, Finished, FinishReason, Started, TextDelta, TokenLogprob, Usage
+from dragoman.core.events import Detokenizer, Event, TextDelta, TokenLogprob
 from dragoman.core.request import GenerationRequest
 from dragoman.engines.llama.binding import Context, LlamaModel
-from dragoman.engines.llama.sampling import SamplingParams, TokenMask, TokenPicker, token_logprob
+from dragoman.engines.llama.options import LlamaOptions
+from dragoman.engines.llama.sampling import (
+    SamplingParams,
+    TokenMask,
+    TokenSampler,
+    complete_sampling,
+    default_sampling,
+    token_logprob,
+)
 from dragoman.engines.llama.scheduler import Chunk, Job
 from dragoman.engines.llama.speculation import DraftLookup
-from dragoman.engines.reply_limits import RepeatedCallDetector, ThinkingBudget
-from dragoman.grammar.masks import Guide
-from dragoman.grammar.schema_check import SchemaCheck
-
-_ids = itertools.count()
-
-
-class GenerationParams(msgspec.Struct, frozen=True):
-    """Limits and constraints of a reply. `limit` is its maximum number of tokens."""
-
-    limit: int
-    guide: Guide | None = None
-    checks: tuple[SchemaCheck, ...] = ()
-    calls: bool = False
-    budget: ThinkingBudget | None = None
-    thinking: bool = False
-    ignored: tuple[str, ...] = ()
+from dragoman.engines.prompt_reader import PromptTokens
+from dragoman.engines.token_engine import ReplySettings, RequestBuilder, TokenGeneration
+from dragoman.formats import detect_format, get_format
+from dragoman.grammar.constraints import CompiledConstraint, ConstraintCompiler
 
 
-class Generation:
+class Generation(TokenGeneration):
+    decoder: Detokenizer
+
     def __init__(
         self,
+        job: Job,
         request: GenerationRequest,
         model: LlamaModel,
         sampling: SamplingParams,
-        prompt: tuple[int, ...],
-        params: GenerationParams,
+        settings: ReplySettings,
         lookup: DraftLookup | None = None,
     ) -> None:
         """`lookup` has indexed the prompt and supplies drafts. None disables drafts."""
+        super().__init__(settings, Detokenizer())
+        self.job = job
         self.model = model
         self.sampling = sampling
-        self.params = params
-        self.limit = params.limit
-        self.guide = params.guide
-        self.budget = params.budget
+        self.limit = settings.limit
         self.logprobs = request.logprobs
         self.stop_tokens = frozenset(request.stop_token_ids)
         self.ends = frozenset() if request.ignore_eos else model.ends
         self.masked_ends = sorted(model.ends) if request.ignore_eos else []
-        self.prompt_text = _prompt_text(request, model) if request.echo else None
-        prompt_outputs = request.logprobs is not None and request.logprobs.prompt
-        self.job = Job(next(_ids), prompt, prompt_outputs, request.principal, request.keep_seconds)
-        self.inbox = EventQueue()
-        self.picker: TokenPicker | None = None
+        self.sampler: TokenSampler | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
         self.lookup = lookup
-        self.detokenizer = Detokenizer()
         self.forced: deque[int] = deque()
-        self.sections = RepeatedCallDetector() if params.calls else None
-        self.cached = self.kept = 0
-        self.count = 0
 
     def read_prompt(self, context: Context, chunk: Chunk, first_row: int) -> None:
         """Record the log probabilities of the prompt tokens that the chunk's rows predict."""
@@ -95,37 +77,28 @@ class Generation:
 
     def start(self, cached: int, kept: int) -> list[Event]:
         """Return the first events. Called when the prompt is in memory."""
-        self.cached, self.kept = cached, kept
-        started = Started(
-            len(self.job.prompt),
-            cached,
-            tuple(self.prompt_logprobs),
-            self.prompt_text,
-            self.params.thinking,
-            self.params.ignored,
-            kept,
-        )
-        return [started] if self.limit else [started, *self._finish("length")]
+        started = self.create_started(self.prompt_logprobs, cached, kept)
+        return [started] if self.limit else [started, *self.finish("length")]
 
     def step(self, context: Context, row: int) -> tuple[int, list[Event]]:
         """Pick the next token and return it with its events."""
         self._enforce_thinking_budget()
         token, logprobs = self._pick(context, row)
         if self._is_end(token):
-            return token, self._finish("stop")
+            return token, self.finish("stop")
         if self.guide is not None:
-            self.guide.take(token)
+            self.guide.advance(token)
         self.count += 1
         if self.lookup is not None:
             self.lookup.append(token)
-        text = self.detokenizer.feed(self.model.text(token))
+        text = self.decoder.feed(self.model.text(token))
         if self.budget is not None and not self.forced:
-            self.budget.read(text)
+            self.budget.add_token(text)
         events: list[Event] = [TextDelta(text, count=1, tokens=(token,), logprobs=logprobs)]
         if self._is_complete(text):
-            events += self._finish("stop")
+            events += self.finish("stop")
         elif self.count >= self.limit:
-            events += self._finish("length")
+            events += self.finish("length")
         return token, events
 
     def draft_chances(self) -> Sequence[float]:
@@ -137,65 +110,97 @@ class Generation:
     def draft(self, count: int) -> Sequence[int]:
         """Return up to `count` likely next tokens that the grammar allows."""
         tokens = () if self.lookup is None else self.lookup.guess(count)
-        return tokens if self.guide is None else tokens[: self.guide.fitting(tokens)]
+        return tokens if self.guide is None else tokens[: self.guide.count_allowed(tokens)]
 
     def close(self) -> None:
-        if self.picker is not None:
-            self.picker.close()
-            self.picker = None
+        """Free the sampler, in the compute thread."""
+        if self.sampler is not None:
+            self.sampler.close()
+            self.sampler = None
 
     def _is_end(self, token: int) -> bool:
-        if token in self.ends:
-            return True
-        return token in self.stop_tokens and (self.guide is None or self.guide.accepting)
+        return token in self.ends or (token in self.stop_tokens and (self.guide is None or self.guide.is_accepting))
 
     def _is_complete(self, text: str) -> bool:
         """Whether a constrained reply ends after this text."""
         if self.guide is None:
             return False
-        repeated = self.sections is not None and self.sections.repeats(text, self.guide.accepting)
-        return repeated or self.guide.complete
+        repeated = self.repeated_calls is not None and self.repeated_calls.is_repeated(text, self.guide.is_accepting)
+        return repeated or self.guide.is_complete
 
     def _enforce_thinking_budget(self) -> None:
         """End the thinking when its budget is used up, if the grammar allows it."""
-        if self.budget is None or self.forced or not (closing := self.budget.closing):
+        if self.budget is None or self.forced or not (closing := self.budget.closing_tokens):
             return
-        self.budget.closed()
-        if self.guide is None or self.guide.lets(closing):
+        self.budget.mark_closed()
+        if self.guide is None or self.guide.allows(closing):
             self.forced.extend(closing)
 
     def _pick(self, context: Context, row: int) -> tuple[int, tuple[TokenLogprob, ...]]:
-        if self.picker is None:
-            self.picker = TokenPicker(self.sampling, self.job.prompt)
-        if self.logprobs is None:
-            return self._next_token(self.picker, context, row), ()
+        if self.sampler is None:
+            self.sampler = TokenSampler(self.sampling, self.job.prompt, self.model.vocab_size)
         # Picking writes bias, penalties and mask into the logits.
-        logits = context.logits(row).copy()
-        token = self._next_token(self.picker, context, row)
-        return token, (token_logprob(logits, token, self.logprobs.top, self.model.pieces.__getitem__),)
-
-    def _next_token(self, picker: TokenPicker, context: Context, row: int) -> int:
+        logits = None if self.logprobs is None else context.logits(row).copy()
         if self.forced:
             token = self.forced.popleft()
-            picker.count(token)
-            return token
-        return picker.pick(context, row, None if self.guide is None else self._allowed_tokens(self.guide))
+            self.sampler.count(token)
+        else:
+            token = self.sampler.pick(context, row, self._allowed_tokens())
+        if self.logprobs is None or logits is None:
+            return token, ()
+        return token, (token_logprob(logits, token, self.logprobs.top, self.model.pieces.__getitem__),)
 
-    def _allowed_tokens(self, guide: Guide) -> TokenMask:
-        allowed: TokenMask = guide.allowed(self.model.vocab_size)
+    def _allowed_tokens(self) -> TokenMask | None:
+        if self.guide is None:
+            return None
+        allowed: TokenMask = self.guide.allowed_tokens(self.model.vocab_size)
         if self.masked_ends and np.count_nonzero(allowed) > np.count_nonzero(allowed[self.masked_ends]):
             allowed[self.masked_ends] = False
         if not allowed.any():
             raise EngineFailed("the grammar of the reply allows no further token")
         return allowed
 
-    def _finish(self, reason: FinishReason) -> list[Event]:
-        rest = self.detokenizer.flush()
-        usage = Usage(prompt=len(self.job.prompt), completion=self.count, cached=self.cached, kept=self.kept)
-        finished = Finished(reason, usage=usage)
-        return [TextDelta(rest, count=0), finished] if rest else [finished]
 
+class LlamaRequestBuilder(RequestBuilder[Generation]):
+    model: LlamaModel
 
-def _prompt_text(request: GenerationRequest, model: LlamaModel) -> str | None:
-    prompt = request.prompt
-    return model.detokenize(prompt) if isinstance(prompt, tuple) else prompt
+    def __init__(self, model: LlamaModel, context: int, options: LlamaOptions) -> None:
+        name = options.format or detect_format(model.chat_template, model.metadata.get("general.name", ""))
+        super().__init__(model, context, get_format(name), options.template_options)
+        self.speculation = options.speculation and not model.is_recurrent
+        self.defaults = default_sampling(model.metadata)
+        self._ids = itertools.count()
+        self.constraints = ConstraintCompiler(self.grammar_model, model.pieces, model.hidden, self.tokenize_inner_text)
+
+    def uses_drafts(self, request: GenerationRequest) -> bool:
+        """Whether to draft tokens. Drafts change the rounding of logits, so a request with a seed has none."""
+        return self.speculation and request.sampling.seed is None
+
+    def min_reply_tokens(self, request: GenerationRequest) -> int:
+        return 0 if request.max_tokens == 0 else 1
+
+    async def constrain(self, request: GenerationRequest, prompt: PromptTokens) -> CompiledConstraint | None:
+        thinks, opened = self.may_think(request), prompt.opener is not None
+        return await self.constraints.constrain(request, thinks=thinks, opened=opened)
+
+    def build(
+        self, request: GenerationRequest, prompt: PromptTokens, constrained: CompiledConstraint | None = None
+    ) -> Generation:
+        shape = None if constrained is None else constrained.shape
+        settings = ReplySettings(
+            prompt=prompt.tokens,
+            limit=self.max_reply_tokens(request, len(prompt.tokens)),
+            prompt_text=self.prompt_text(request),
+            guide=None if constrained is None else constrained.guide,
+            checks=() if shape is None else shape.checks,
+            calls=shape is not None and shape.calls,
+            budget=self.create_thinking_budget(request, prompt.opener),
+            thinking=prompt.opener is not None,
+            ignored=(*prompt.ignored, *(() if shape is None else shape.relaxed)),
+        )
+        prompt_outputs = request.logprobs is not None and request.logprobs.prompt
+        job = Job(next(self._ids), prompt.tokens, prompt_outputs, request.principal, request.keep_seconds)
+        sampling = complete_sampling(request.sampling, self.defaults, self.model.suppressed)
+        # Indexing a long prompt takes time, so it is not done in the compute thread.
+        lookup = DraftLookup(prompt.tokens) if self.uses_drafts(request) else None
+        return Generation(job, request, self.model, sampling, settings, lookup)

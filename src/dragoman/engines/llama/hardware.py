@@ -1,5 +1,6 @@
 """CPUs, memory and processor of this machine, within the limits of the container."""
 
+import contextlib
 import math
 import os
 import platform
@@ -25,12 +26,10 @@ def cpu_quota() -> float:
     """Return the CPU limit of the process's control group and its parents. Without a limit: all CPUs."""
     quota = float(os.cpu_count() or 1)
     for folder in _cgroups():
-        try:
+        # ValueError: the limit is "max".
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
             most, period = (folder / "cpu.max").read_text().split()
             quota = min(quota, int(most) / int(period))
-        except (OSError, ValueError, ZeroDivisionError):
-            # No such file, or "max".
-            continue
     return quota
 
 
@@ -59,19 +58,14 @@ def _affinity() -> Sequence[int]:
 
 def memory() -> float:
     """Return the bytes of memory that the process may use. Infinity if unknown."""
-    try:
-        machine: float = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        machine = math.inf
-    return min([machine, *(_memory_limit(folder) for folder in _cgroups())])
-
-
-def _memory_limit(folder: Path) -> float:
-    try:
-        return int((folder / "memory.max").read_text())
-    except (OSError, ValueError):
-        # No such file, or "max".
-        return math.inf
+    limits = [math.inf]
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for folder in _cgroups():
+        # ValueError: the limit is "max".
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int((folder / "memory.max").read_text()))
+    return min(limits)
 
 
 def processor() -> str:

@@ -14,13 +14,18 @@ from collections import deque
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from dragoman.core.errors import ConfigError
 
 SUPPORTED = "2026.10.11549"
 LOG_ERROR = 4
 FLASH_ATTENTION_OFF = 0
+MAX_SEQUENCES = 256
+"""llama.cpp's limit on the sequences of a context."""
+Kv = Literal["f16", "q8_0"]
+KV_TYPES = {"f16": 1, "q8_0": 8}
+"""ggml's type numbers."""
 
 
 def _fields(*groups: tuple[str, type]) -> list[tuple[str, type]]:
@@ -157,6 +162,9 @@ def library() -> ctypes.CDLL:
             _check_version()
             # Without this, llama.cpp starts a debugger before it aborts, which delays the exit and fills the log.
             os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+            # A thread that spins for long at a barrier keeps the core from the thread it waits for: on a busy machine
+            # a step took ten times as long. Read by OpenMP when the library is loaded.
+            os.environ.setdefault("GOMP_SPINCOUNT", "1000")
             loaded = ctypes.CDLL(str(_extension_path()))
             for name, (result, *arguments) in _PROTOTYPES.items():
                 function = getattr(loaded, name)

@@ -11,7 +11,8 @@ Rules
 3. A node without holders is removed. A node that has a single child and at which no text ends is merged with the child.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 
 class _Node:
@@ -62,28 +63,25 @@ class PrefixTree:
 
     def remove(self, holder: int) -> None:
         """Remove a holder, if it is present."""
-        node = end = self.ends.pop(holder, None)
-        while node is not None:
-            node.holders.discard(holder)
-            parent = node.parent
+        end = self.ends.get(holder)
+        for node in self.path(holder):
+            node.holders.remove(holder)
             if not node.holders:
-                end = parent
-                if parent is None:
+                end = node.parent
+                if end is None:
                     del self.roots[node.salt]
                 else:
-                    del parent.children[node.edge[0]]
-            node = parent
+                    del end.children[node.edge[0]]
+        self.ends.pop(holder, None)
         if end is not None:
             _merge(end)
 
     def move(self, holder: int, other: int) -> None:
         """Give the holder's text to `other`, a new holder."""
-        self.ends[other] = self.ends.pop(holder)
-        node: _Node | None = self.ends[other]
-        while node is not None:
+        for node in self.path(holder):
             node.holders.remove(holder)
             node.holders.add(other)
-            node = node.parent
+        self.ends[other] = self.ends.pop(holder)
 
     def longest_prefix(self, tokens: Sequence[int], salt: str = "") -> tuple[int, frozenset[int]]:
         """Return the length of the longest prefix of the tokens that is held, and its holders."""
@@ -101,19 +99,19 @@ class PrefixTree:
         return length, frozenset(holders)
 
     def length(self, holder: int) -> int:
-        return self._sum_edges(holder, exclusive=False)
+        return sum(len(node.edge) for node in self.path(holder))
 
     def exclusive_length(self, holder: int) -> int:
         """Return how many tokens at the end of the text no other holder has."""
-        return self._sum_edges(holder, exclusive=True)
+        own = takewhile(lambda node: len(node.holders) == 1, self.path(holder))
+        return sum(len(node.edge) for node in own)
 
-    def _sum_edges(self, holder: int, *, exclusive: bool) -> int:
+    def path(self, holder: int) -> Iterator[_Node]:
+        """Yield the nodes of a holder's text, the last one first."""
         node = self.ends.get(holder)
-        total = 0
-        while node is not None and not (exclusive and len(node.holders) > 1):
-            total += len(node.edge)
+        while node is not None:
+            yield node
             node = node.parent
-        return total
 
 
 def _split(node: _Node, position: int) -> _Node:

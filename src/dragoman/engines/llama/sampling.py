@@ -30,6 +30,7 @@ from dragoman.core.events import TokenLogprob
 from dragoman.core.request import RepetitionPenalty, Sampling
 from dragoman.engines.llama.binding import Context, Logits
 from dragoman.engines.llama.library import library
+from dragoman.engines.token_engine import MIN_LOGPROB
 
 TokenMask = NDArray[np.bool_]
 """For each token whether it is allowed next."""
@@ -42,11 +43,6 @@ MIN_TEMPERATURE = 1e-4
 
 MAX_BIAS = 1e30
 MAX_TOP_K = 2**31 - 1
-
-MIN_LOGPROB = -9999.0
-"""Replaces minus infinity, which JSON cannot represent."""
-
-MIN_GROWTH = 64
 
 NOT_FINITE = "the model's output contains NaN or infinity"
 
@@ -99,40 +95,16 @@ def complete_sampling(sampling: Sampling, defaults: SamplingParams, suppressed: 
     return SamplingParams(**{**msgspec.structs.asdict(defaults), **given, "seed": seed, "logit_bias": bias})
 
 
-class _Sampler:
-    """A chain of llama.cpp samplers: top_k, top_p, min_p, temperature, then a random choice."""
-
-    def __init__(self, params: SamplingParams) -> None:
-        self.library = c = library()
-        self.handle = c.llama_sampler_chain_init(c.llama_sampler_chain_default_params())
-        for sampler in (
-            c.llama_sampler_init_top_k(min(params.top_k, MAX_TOP_K)),
-            c.llama_sampler_init_top_p(params.top_p, 1),
-            c.llama_sampler_init_min_p(params.min_p, 1),
-            c.llama_sampler_init_temp(params.temperature),
-            c.llama_sampler_init_dist(params.seed),
-        ):
-            c.llama_sampler_chain_add(self.handle, sampler)
-
-    def draw(self, context: Context, row: int) -> int:
-        token: int = self.library.llama_sampler_sample(self.handle, context.handle, row)
-        return token
-
-    def close(self) -> None:
-        if self.handle:
-            self.library.llama_sampler_free(self.handle)
-            self.handle = None
-
-
-class TokenPicker:
+class TokenSampler:
     """Picks the tokens of one reply."""
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int]) -> None:
-        self.penalties = Penalties(params, prompt) if params.has_penalties else None
+    def __init__(self, params: SamplingParams, prompt: Sequence[int], vocab_size: int) -> None:
+        self.penalties = Penalties(params, prompt, vocab_size) if params.has_penalties else None
         self.bias_tokens = np.fromiter(params.logit_bias.keys(), dtype=np.int64)
         values = np.fromiter(params.logit_bias.values(), dtype=np.float64)
         self.bias_values = values.clip(-MAX_BIAS, MAX_BIAS).astype(np.float32)
-        self.sampler = None if params.temperature < MIN_TEMPERATURE else _Sampler(params)
+        self.library = library()
+        self.sampler = None if params.temperature < MIN_TEMPERATURE else _create_sampler(params)
 
     def pick(self, context: Context, row: int, allowed: TokenMask | None = None) -> int:
         logits = context.logits(row)
@@ -144,7 +116,10 @@ class TokenPicker:
             raise EngineFailed(NOT_FINITE)
         if allowed is not None:
             np.copyto(logits, -np.inf, where=~allowed)
-        token = int(logits.argmax()) if self.sampler is None else self.sampler.draw(context, row)
+        if self.sampler is None:
+            token = int(logits.argmax())
+        else:
+            token = self.library.llama_sampler_sample(self.sampler, context.handle, row)
         if token < 0:
             raise EngineFailed("no token could be sampled")
         if allowed is not None and not allowed[token]:
@@ -160,45 +135,48 @@ class TokenPicker:
 
     def close(self) -> None:
         if self.sampler is not None:
-            self.sampler.close()
+            self.library.llama_sampler_free(self.sampler)
+            self.sampler = None
+
+
+def _create_sampler(params: SamplingParams) -> int:
+    """Return a chain of llama.cpp samplers: top_k, top_p, min_p, temperature, then a random choice."""
+    c = library()
+    chain: int = c.llama_sampler_chain_init(c.llama_sampler_chain_default_params())
+    for sampler in (
+        c.llama_sampler_init_top_k(min(params.top_k, MAX_TOP_K)),
+        c.llama_sampler_init_top_p(params.top_p, 1),
+        c.llama_sampler_init_min_p(params.min_p, 1),
+        c.llama_sampler_init_temp(params.temperature),
+        c.llama_sampler_init_dist(params.seed),
+    ):
+        c.llama_sampler_chain_add(chain, sampler)
+    return chain
 
 
 class Penalties:
-    """Penalties of the tokens of prompt and reply.
+    """Penalties of the tokens of prompt and reply, in arrays with an entry for each token of the vocabulary."""
 
-    The arrays have one entry per distinct token and grow as needed, so counting a token takes constant time.
-    """
-
-    def __init__(self, params: SamplingParams, prompt: Sequence[int]) -> None:
+    def __init__(self, params: SamplingParams, prompt: Sequence[int], vocab_size: int) -> None:
         self.factor = np.float32(params.repetition_penalty)
         self.presence = params.presence_penalty
         self.frequency = params.frequency_penalty
-        distinct = dict.fromkeys(prompt if self.factor != 1 else ())
         self.occurrences: Counter[int] = Counter()
-        self.indices = {token: index for index, token in enumerate(distinct)}
-        self.tokens = np.fromiter(distinct, dtype=np.int64, count=len(distinct))
-        self.costs = np.zeros(len(distinct), dtype=np.float32)
+        self.costs = np.zeros(vocab_size, dtype=np.float32)
+        self.is_used = np.zeros(vocab_size, dtype=np.bool_)
+        self.is_used[list(prompt)] = True
 
     def count(self, token: int) -> None:
         """Record a token of the reply."""
-        index = self.indices.setdefault(token, len(self.indices))
-        if index == len(self.tokens):
-            self._grow()
         self.occurrences[token] += 1
-        self.tokens[index] = token
-        self.costs[index] = self.presence + self.frequency * self.occurrences[token]
+        self.costs[token] = self.presence + self.frequency * self.occurrences[token]
+        self.is_used[token] = True
 
     def apply(self, logits: Logits) -> None:
-        tokens = self.tokens[: len(self.indices)]
-        values = logits[tokens]
         if self.factor != 1:
-            values = np.where(values > 0, values / self.factor, values * self.factor)
-        logits[tokens] = values - self.costs[: len(self.indices)]
-
-    def _grow(self) -> None:
-        more = max(len(self.tokens), MIN_GROWTH)
-        self.tokens = np.concatenate([self.tokens, np.zeros(more, dtype=np.int64)])
-        self.costs = np.concatenate([self.costs, np.zeros(more, dtype=np.float32)])
+            values = logits[self.is_used]
+            logits[self.is_used] = np.where(values > 0, values / self.factor, values * self.factor)
+        logits -= self.costs
 
 
 def token_logprob(logits: Logits, token: int, top: int, text: Callable[[int], bytes]) -> TokenLogprob:

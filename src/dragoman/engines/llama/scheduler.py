@@ -18,9 +18,10 @@ Rules
 3. Every job with a sampled token has exactly one row for it in the next plan; prefill never delays it by a plan. Its
    draft follows that row, unless the plan has prefill rows.
 4. The prefill rows of a plan never exceed the budget, and use all of it that the prompts can fill, except for rule 6.
-5. Half of the budget goes to the principal of the oldest job, the rest evenly to the other principals: sending more
-   requests does not get a larger share. Within the share of a principal, half goes to its oldest job and the rest to
-   the shortest prompts, so that a short prompt overtakes a long one.
+5. The principal that had the fewest prefill rows lately gets up to three quarters of the budget, the next one three
+   quarters of the rest, and so on: a short prompt overtakes the many or long prompts of another principal.
+   Within the share of a principal, half goes to its oldest job and the rest to the shortest prompts, so that a short
+   prompt overtakes a long one.
 6. If the prompts of one principal end in a plan, those of the others get at most REST_ROWS rows: the step is short, and
    the first token comes soon.
 7. A job that wants the logits of every prompt row reuses nothing; a plan has at most MAX_PROMPT_OUTPUTS such rows.
@@ -32,16 +33,23 @@ Rules
 11. Rows are sorted by sequence, because the decoder processes adjacent sequences together.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
 from dragoman.engines.llama.prefix_tree import PrefixTree
-from dragoman.engines.llama.sequences import MIN_DECODED_TOKENS, MIN_SHARED_TOKENS, Effect, SequenceAllocator
+from dragoman.engines.llama.sequences import MIN_DECODED_TOKENS, MIN_SHARED_TOKENS, Effect, SequenceAllocator, Trim
 
 MAX_PROMPT_OUTPUTS = 64
 """Each such row needs one float per vocabulary token until the next decode."""
 REST_ROWS = 16
+MAX_SHORT_ROWS = 64
+"""Prompts that have no more rows left are decoded in one step."""
+FIRST_SHARE = 0.75
+"""Part of the budget for the principal with the fewest recent rows."""
+RECENT_ROWS_SECONDS = 10.0
+"""The weight of past rows halves in this time."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -73,6 +81,10 @@ class Plan(msgspec.Struct, frozen=True):
 
 class _Slot(msgspec.Struct):
     job: Job
+    salt: str
+    """Prefixes are shared only between jobs with the same salt."""
+    reuses: bool
+    """Whether the job may reuse the prefixes of others."""
     sequence: int = -1
     done: int = 0
     shared: int = 0
@@ -92,6 +104,12 @@ class _Slot(msgspec.Struct):
     @property
     def has_sequence(self) -> bool:
         return self.sequence >= 0
+
+    def next_chunk(self, count: int) -> Chunk:
+        """Return the next `count` rows of the prompt."""
+        outputs = count if self.job.prompt_outputs else int(count == self.missing)
+        tokens = self.job.prompt[self.done : self.done + count]
+        return Chunk(self.job.id, self.sequence, self.done, tokens, outputs)
 
 
 class Scheduler:
@@ -114,6 +132,7 @@ class Scheduler:
         self.promised = PrefixTree()
         """The prompts of prefilling jobs."""
         self.in_flight: dict[int, Chunk] = {}
+        self.usage = RecentUsage(clock)
 
     @property
     def idle(self) -> bool:
@@ -128,6 +147,14 @@ class Scheduler:
     def tokens(self) -> int:
         """Tokens of running jobs in memory. Cached prefixes do not count."""
         return sum(slot.done for slot in self.slots.values())
+
+    @property
+    def expects_lighter_principal(self) -> bool:
+        """Whether the prompts are long, and an active principal without a prompt now had fewer prefill rows."""
+        slots = [slot for slot in self.slots.values() if slot.missing > 0]
+        owners = {slot.job.principal for slot in slots} | {job.principal for job in self.waiting.values()}
+        is_long = bool(self.waiting) or not slots or sum(slot.missing for slot in slots) > MAX_SHORT_ROWS
+        return is_long and self.usage.has_lighter(owners)
 
     def add(self, job: Job) -> None:
         self.waiting[job.id] = job
@@ -173,10 +200,10 @@ class Scheduler:
         self.promised.remove(job)
         self._cut_draft(slot)
         self.sequences.append(slot.sequence, slot.reply)
-        spoilt = self.in_flight.pop(job, None) is not None
-        self.sequences.release(slot.sequence, is_spoilt=spoilt)
-        if self._keeps(slot.job) and slot.missing <= 0 and not spoilt:
-            self.sequences.pin(slot.job.prompt, self._salt(slot.job), slot.job.keep)
+        is_invalid = self.in_flight.pop(job, None) is not None
+        self.sequences.release(slot.sequence, is_invalid=is_invalid)
+        if self._keeps(slot.job) and slot.missing <= 0 and not is_invalid:
+            self.sequences.pins.add(slot.job.prompt, slot.salt, slot.job.keep)
 
     def prompt_done(self, job: int) -> bool:
         return self.slots[job].missing <= 0
@@ -196,35 +223,32 @@ class Scheduler:
             raise RuntimeError(f"jobs {sorted(self.in_flight)} were not reported after the last plan")
         while self.waiting and len(self.slots) < self.limit:
             job = self.waiting.pop(next(iter(self.waiting)))
-            self.slots[job.id] = _Slot(job)
+            salt = job.principal if self.isolate else ""
+            self.slots[job.id] = _Slot(job, salt, reuses=self.sharing and not job.prompt_outputs)
         for slot in self.slots.values():
             if not slot.has_sequence and not self._follows(slot):
                 self._assign_sequence(slot)
-        self._close_gap()
+        if (move := self.sequences.close_gap()) is not None:
+            sequence, free = move
+            next(slot for slot in self.slots.values() if slot.sequence == sequence).sequence = free
         prefill = self._prefill(prefill_budget)
         decoding = self._next_rows({} if prefill or drafts is None else drafts)
         chunks = sorted((*decoding, *prefill), key=lambda chunk: chunk.sequence)
         self.in_flight = {chunk.job: chunk for chunk in chunks}
         return Plan(self.sequences.drain(), tuple(chunks), sum(len(chunk.tokens) for chunk in prefill))
 
-    def _takes(self, job: Job) -> bool:
-        return self.sharing and not job.prompt_outputs
-
     def _keeps(self, job: Job) -> bool:
         return job.keep > 0 and len(job.prompt) >= MIN_SHARED_TOKENS and self.sequences.pins.limit > 0
 
-    def _salt(self, job: Job) -> str:
-        return job.principal if self.isolate else ""
-
     def _follows(self, slot: _Slot) -> bool:
         """Whether another job is computing a prefix that this job can use."""
-        job, leader = slot.job, self.slots.get(slot.leader)
-        if not self._takes(job):
+        if not slot.reuses:
             return False
+        prompt, leader = slot.job.prompt, self.slots.get(slot.leader)
         if leader is not None and leader.done < slot.common:
             return True
-        coming, leaders = self.promised.longest_prefix(job.prompt[:-MIN_DECODED_TOKENS], self._salt(job))
-        if coming < self.sequences.find_prefix(job.prompt, self._salt(job))[0] + MIN_SHARED_TOKENS:
+        coming, leaders = self.promised.longest_prefix(prompt[:-MIN_DECODED_TOKENS], slot.salt)
+        if coming < self.sequences.find_prefix(prompt, slot.salt)[0] + MIN_SHARED_TOKENS:
             return False
         slot.leader = max(leaders, key=lambda leader: self.slots[leader].done)
         slot.common = coming
@@ -232,27 +256,22 @@ class Scheduler:
 
     def _assign_sequence(self, slot: _Slot) -> None:
         job = slot.job
-        slot.sequence, shared = self.sequences.acquire(job.prompt, self._salt(job), reuse=self._takes(job))
-        slot.done = slot.shared = shared
+        slot.sequence, slot.shared = self.sequences.acquire(job.prompt, slot.salt, reuse=slot.reuses)
+        slot.done = slot.shared
         if self.sharing:
-            self.promised.add(job.id, job.prompt, self._salt(job))
-
-    def _close_gap(self) -> None:
-        if (move := self.sequences.close_gap()) is not None:
-            seat, free = move
-            next(slot for slot in self.slots.values() if slot.sequence == seat).sequence = free
+            self.promised.add(job.id, job.prompt, slot.salt)
 
     def _cut_draft(self, slot: _Slot) -> None:
         if slot.draft:
-            self.sequences.trim(slot.sequence, slot.done)
+            self.sequences.effects.append(Trim(slot.sequence, slot.done))
             slot.draft = ()
 
     def _next_rows(self, drafts: Mapping[int, Sequence[int]]) -> list[Chunk]:
         chunks = []
-        for slot in self.slots.values():
+        for job, slot in self.slots.items():
             if slot.sampled is not None:
-                tokens = (slot.sampled, *drafts.get(slot.job.id, ()))
-                chunks.append(Chunk(slot.job.id, slot.sequence, slot.done, tokens, len(tokens)))
+                tokens = (slot.sampled, *drafts.get(job, ()))
+                chunks.append(Chunk(job, slot.sequence, slot.done, tokens, len(tokens)))
         return chunks
 
     def _prefill(self, budget: int) -> list[Chunk]:
@@ -262,25 +281,63 @@ class Scheduler:
         most = {slot.job.id: rows for slot, rows in zip(wanting, outputs, strict=True)}
         wants = [most.get(slot.job.id, slot.missing) for slot in slots]
         owners = [slot.job.principal for slot in slots]
-        rows = cap_beside_finished(owners, wants, share_between(owners, wants, budget))
-        return [self._chunk(slot, count) for slot, count in zip(slots, rows, strict=True) if count]
-
-    def _chunk(self, slot: _Slot, count: int) -> Chunk:
-        job = slot.job
-        outputs = count if job.prompt_outputs else int(count == slot.missing)
-        return Chunk(job.id, slot.sequence, slot.done, job.prompt[slot.done : slot.done + count], outputs)
+        rows = cap_beside_finished(owners, wants, share_between(self.usage.order(owners), owners, wants, budget))
+        self.usage.record(owners, rows)
+        return [slot.next_chunk(count) for slot, count in zip(slots, rows, strict=True) if count]
 
 
-def share_between(owners: Sequence[str], wants: Sequence[int], budget: int) -> list[int]:
-    """Divide the budget between the owners, then between the requests of each."""
-    places: dict[str, list[int]] = {}
-    for at, owner in enumerate(owners):
-        places.setdefault(owner, []).append(at)
-    parts = share([sum(wants[at] for at in mine) for mine in places.values()], budget)
+class RecentUsage:
+    """Prefill rows of each principal, of which older ones count less."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._rows: dict[str, float] = {}
+        self._time = clock()
+
+    def order(self, owners: Sequence[str]) -> list[str]:
+        """Return the distinct owners, the one with the fewest rows first, and of equals the one of the oldest job."""
+        return sorted(dict.fromkeys(owners), key=lambda owner: self._rows.get(owner, 0.0))
+
+    def has_lighter(self, owners: Collection[str]) -> bool:
+        """Whether another principal had fewer rows than all of these; without owners, whether there are several."""
+        if not owners:
+            return len(self._rows) > 1
+        least = min(self._rows.get(owner, 0.0) for owner in owners)
+        return any(rows < least for principal, rows in self._rows.items() if principal not in owners)
+
+    def record(self, owners: Sequence[str], rows: Sequence[int]) -> None:
+        now = self._clock()
+        decay = 0.5 ** ((now - self._time) / RECENT_ROWS_SECONDS)
+        self._time = now
+        self._rows = {owner: left for owner, count in self._rows.items() if (left := count * decay) >= 1}
+        for owner, count in zip(owners, rows, strict=True):
+            self._rows[owner] = self._rows.get(owner, 0.0) + count
+
+
+def share_between(order: Sequence[str], owners: Sequence[str], wants: Sequence[int], budget: int) -> list[int]:
+    """Divide the budget between the owners in this order, then between the requests of each."""
     given = [0] * len(wants)
-    for mine, part in zip(places.values(), parts, strict=True):
+    parts = share_in_order(
+        [sum(want for want, who in zip(wants, owners, strict=True) if who == owner) for owner in order], budget
+    )
+    for owner, part in zip(order, parts, strict=True):
+        mine = [at for at, who in enumerate(owners) if who == owner]
         for at, rows in zip(mine, shortest_first([wants[at] for at in mine], part), strict=True):
             given[at] = rows
+    return given
+
+
+def share_in_order(wants: Sequence[int], budget: int) -> list[int]:
+    """Give each FIRST_SHARE of what is left, the last one all of it, and what remains to the first that want more."""
+    given, left = [], budget
+    for at, want in enumerate(wants):
+        is_last = at == len(wants) - 1
+        given.append(min(want, left if is_last else math.ceil(left * FIRST_SHARE)))
+        left -= given[-1]
+    for at, want in enumerate(wants):
+        more = min(want - given[at], left)
+        given[at] += more
+        left -= more
     return given
 
 

@@ -23,7 +23,7 @@ Rules
    cache completely. At most half of the cache is pinned.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -122,15 +122,11 @@ class SequenceAllocator:
         def needs_caching(slot: int) -> bool:
             return self._lost_tokens(slot, length, holders) >= (1 if slot in pinned else MIN_SHARED_TOKENS)
 
-        slot = min(
-            (slot for slot in self.slots if slot not in self.occupied),
-            key=lambda slot: (
-                -self._occupied_neighbours(slot),
-                slot not in holders,
-                needs_caching(slot),
-                self.last_use[slot],
-            ),
-        )
+        def rank(slot: int) -> tuple[int, bool, bool, int]:
+            neighbours = (slot - 1 in self.occupied) + (slot + 1 in self.occupied)
+            return -neighbours, slot not in holders, needs_caching(slot), self.last_use[slot]
+
+        slot = min((slot for slot in self.slots if slot not in self.occupied), key=rank)
         source = max(holders, key=self.last_use.__getitem__, default=slot)
         if needs_caching(slot):
             self._move_to_cache(slot, source, pinned)
@@ -158,37 +154,9 @@ class SequenceAllocator:
         self._plans_with_gap += 1
         if self._plans_with_gap <= GAP_PLANS:
             return None
-        first = max(self.slots[: 1 - len(occupied)], key=lambda first: _count_in_window(occupied, first))
-        window = range(first, first + len(occupied))
+        windows = (range(first, first + len(occupied)) for first in self.slots[: 1 - len(occupied)])
+        window = max(windows, key=lambda window: len(occupied.intersection(window)))
         slot, free = max(occupied.difference(window)), min(set(window) - occupied)
-        self._move_job(slot, free)
-        return slot, free
-
-    def append(self, slot: int, tokens: Sequence[int]) -> None:
-        """Record tokens that were decoded in a slot."""
-        if self.sharing:
-            self.held.extend(slot, tokens)
-
-    def trim(self, slot: int, length: int) -> None:
-        """Remove unrecorded tokens after the first `length`."""
-        self.effects.append(Trim(slot, length))
-
-    def release(self, slot: int, *, is_spoilt: bool) -> None:
-        """Release a job's slot. `is_spoilt`: its memory is in an unknown state."""
-        self.occupied.remove(slot)
-        self._touch(slot)
-        if is_spoilt or not self.sharing:
-            self.held.remove(slot)
-
-    def pin(self, tokens: Sequence[int], salt: str, seconds: float) -> None:
-        """Keep a prefix that is in memory for some time."""
-        self.pins.add(tokens, salt, seconds)
-
-    def drain(self) -> tuple[Effect, ...]:
-        effects, self.effects = tuple(self.effects), []
-        return effects
-
-    def _move_job(self, slot: int, free: int) -> None:
         pinned = self._pinned_sequences()
         if self.held.exclusive_length(free) >= (1 if free in pinned else MIN_SHARED_TOKENS):
             self._move_to_cache(free, slot, pinned)
@@ -196,9 +164,23 @@ class SequenceAllocator:
         self.occupied.remove(slot)
         self.occupied.add(free)
         self._touch(free)
+        return slot, free
 
-    def _occupied_neighbours(self, slot: int) -> int:
-        return (slot - 1 in self.occupied) + (slot + 1 in self.occupied)
+    def append(self, slot: int, tokens: Sequence[int]) -> None:
+        """Record tokens that were decoded in a slot."""
+        if self.sharing:
+            self.held.extend(slot, tokens)
+
+    def release(self, slot: int, *, is_invalid: bool) -> None:
+        """Release a job's slot. `is_invalid`: its memory is in an unknown state."""
+        self.occupied.remove(slot)
+        self._touch(slot)
+        if is_invalid or not self.sharing:
+            self.held.remove(slot)
+
+    def drain(self) -> tuple[Effect, ...]:
+        effects, self.effects = tuple(self.effects), []
+        return effects
 
     def _lost_tokens(self, slot: int, length: int, holders: frozenset[int]) -> int:
         """Return how many tokens would be lost from memory if the slot were given to the job."""
@@ -243,8 +225,3 @@ class SequenceAllocator:
     def _touch(self, sequence: int) -> None:
         self._now += 1
         self.last_use[sequence] = self._now
-
-
-def _count_in_window(slots: Set[int], first: int) -> int:
-    """Return how many of the slots lie in a window of their number that begins at `first`."""
-    return sum(first <= slot < first + len(slots) for slot in slots)

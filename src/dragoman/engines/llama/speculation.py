@@ -131,15 +131,11 @@ class StepCost:
             self.fixed = max(self.fixed + step, 0.0)
             self.row = max(self.row + step * rows, 0.0)
         else:
-            self._scale(1 + error / expected, expected / (1 + rows))
-
-    def _scale(self, factor: float, even: float) -> None:
-        """Scale both parts and move them slowly towards `even`, so that the cost of rows is measured again later.
-
-        Steps without drafts do not show what a row costs.
-        """
-        self.fixed = (self.fixed + FORGETTING_RATE * (even - self.fixed)) * factor
-        self.row = (self.row + FORGETTING_RATE * (even - self.row)) * factor
+            # Steps without drafts do not show what a row costs. So scale both parts and move them slowly towards each
+            # other, so that drafts are tried again later.
+            factor, even = 1 + error / expected, expected / (1 + rows)
+            self.fixed = (self.fixed + FORGETTING_RATE * (even - self.fixed)) * factor
+            self.row = (self.row + FORGETTING_RATE * (even - self.row)) * factor
 
 
 def choose_draft_counts(

@@ -4,68 +4,85 @@ Rules
 1. A request that fails before any part of the reply has reached the client is retried on another server: a streamed
    reply until its first event, a complete reply until its end.
 2. A server that is unreachable at start may become available later; only configuration errors prevent the start.
-   During the first STARTUP_SECONDS unreachable servers are probed frequently, so that servers and their pool may be
-   started at the same time.
 3. Closing a generation closes the connection, which cancels the generation on the server.
+4. Errors of a server decide about retries:
+
+    client error         400, 413, 422, 501                     passed on with its message; not retried
+    overload             429, 503, 529                          retried elsewhere; else passed on with Retry-After
+    configuration error  401, 403, 402, 404, 3xx                retried; else 502, because the client's key is valid
+    server error         5xx, no answer, malformed, cut off     retried; else 502 or 504
+
+   Details go to the log: the client sees neither addresses nor messages of failing servers.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Self, TypeVar
 
 import msgspec
 
-from dragoman.client.call import PROTOCOLS
 from dragoman.core import loop_guard
 from dragoman.core.embeddings import Embedding, Input
-from dragoman.core.engine import EmbedFunction, Engine, ModelInfo
+from dragoman.core.engine import Engine, ModelInfo
 from dragoman.core.errors import (
     AnswerTimeout,
+    BadAnswer,
     BadRequest,
     ConfigError,
     DragomanError,
+    LoopDetected,
     ModelNotFound,
     NotFound,
     NotSupported,
+    QuotaExhausted,
+    RateLimited,
+    ServerFailed,
+    StreamCutOff,
+    TooLarge,
     Unavailable,
     Unreachable,
 )
-from dragoman.core.events import Event, Finished, Listener, Started, Usage
-from dragoman.core.request import GenerationRequest, Image, Sampling
+from dragoman.core.events import Finished, Listener, Started, Usage, notify
+from dragoman.core.features import SAMPLING_FEATURES, Feature
+from dragoman.core.request import GenerationRequest, Image
 from dragoman.core.urls import parse_address, remove_credentials
-from dragoman.engines.upstream import error_mapping
-from dragoman.engines.upstream.options import UpstreamOptions, read_api_key
-from dragoman.engines.upstream.pool import PoolMember, ServerPool, UpstreamState
-from dragoman.engines.upstream.prefix_index import hash_prefixes
-from dragoman.engines.upstream.upstream_server import PROBE_SECONDS, TrackedListener, UpstreamServer
-from dragoman.pipeline.event_stream import pull_events
+from dragoman.engines.upstream.health import HealthProber
+from dragoman.engines.upstream.options import UpstreamOptions, find_key_error, read_api_key
+from dragoman.engines.upstream.pool import PoolMember, ServerPool, UpstreamState, hash_prefixes
+from dragoman.engines.upstream.server import TrackedListener, UpstreamServer
+from dragoman.protocols.registry import CLIENT_PROTOCOLS
 
 FIRST_PROBE_SECONDS = 1.0
 """How long `start` waits for the first probe of all servers."""
-STARTUP_SECONDS = 30.0
-STARTUP_PROBE_INTERVAL = 0.25
 log = logging.getLogger("dragoman.upstream")
 T = TypeVar("T")
 
+CLIENT_ERRORS = (BadRequest, TooLarge, NotSupported)
+MIN_PAUSE_SECONDS = 1.0
+MAX_RETRY_AFTER = 3600.0
+"""The longest `Retry-After` of a server that is applied and passed on."""
+SERVER_ERRORS = (Unreachable, ServerFailed, BadAnswer)
+LOOP = "the upstream server of this model leads back to the model itself; the operator must correct its address"
+
 FEATURES = frozenset(
     {
-        *("chat", "completion", "token_prompt", "infill", "count_tokens", "max_tokens", "usage"),
-        *("images", "tools", "strict_tools", "constraint", "thinking", "embeddings"),
+        *(Feature.CHAT, Feature.COMPLETION, Feature.TOKEN_PROMPT, Feature.INFILL, Feature.IMAGES, Feature.EMBEDDINGS),
+        *(Feature.COUNT_TOKENS, Feature.MAX_TOKENS, Feature.USAGE),
+        *(Feature.TOOLS, Feature.STRICT_TOOLS, Feature.CONSTRAINT, Feature.THINKING),
     }
 )
-PROTOCOL_FEATURES = frozenset(Sampling.__struct_fields__) | {
-    *("stop_token_ids", "ignore_eos", "logprobs", "documents", "service_tier")
+PROTOCOL_FEATURES = SAMPLING_FEATURES | {
+    *(Feature.STOP_TOKEN_IDS, Feature.IGNORE_EOS, Feature.LOGPROBS, Feature.DOCUMENTS, Feature.SERVICE_TIER)
 }
 """Features that only some protocols have."""
 
 
 class UpstreamEngine(Engine):
     Options = UpstreamOptions
-    emits_events = True
-    is_push_based = True
+    runs_elsewhere = True
     device = "elsewhere"
 
     def __init__(self, name: str, options: UpstreamOptions, clock: Callable[[], float] = time.monotonic) -> None:
@@ -74,18 +91,20 @@ class UpstreamEngine(Engine):
         self.slots = options.slots
         self.emits_tool_calls = options.format is None
         self._id = loop_guard.new_id()
-        self.servers = [
-            UpstreamServer(server, options, read_api_key(name, server), self._id) for server in options.places
-        ]
-        self.pool = ServerPool([PoolMember(server.weight, server.rank) for server in options.places], clock)
+        self.servers = [UpstreamServer(server, options, read_api_key(server), self._id) for server in options.servers]
+        self.pool = ServerPool([PoolMember(server.weight, server.rank) for server in options.servers], clock)
+        self._health = HealthProber(name, self.servers, self.pool, options.health_seconds)
         self._prober: asyncio.Task[None] | None = None
-        self._first_probe: asyncio.Future[None]
-        """Done when all servers have been probed once."""
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:
         assert isinstance(options, UpstreamOptions)
         return cls(name, options)
+
+    @classmethod
+    def find_option_errors(cls, options: msgspec.Struct) -> Sequence[tuple[str, str]]:
+        assert isinstance(options, UpstreamOptions)
+        return [("", message) for server in options.servers if (message := find_key_error(server)) is not None]
 
     def models(self) -> Sequence[ModelInfo]:
         syntax = self.options.format or "plain"
@@ -105,19 +124,17 @@ class UpstreamEngine(Engine):
         """Features that the protocols of the servers have. A reply reports what a server rejects."""
         protocols = [server.planner.protocol for server in self.servers]
         known = frozenset().union(
-            *(PROTOCOLS[name].supported_fields if name else PROTOCOL_FEATURES for name in protocols)
+            *(CLIENT_PROTOCOLS[name].supported_fields if name else PROTOCOL_FEATURES for name in protocols)
         )
         return FEATURES | (PROTOCOL_FEATURES & known)
 
     async def start(self) -> None:
-        self._first_probe = asyncio.get_running_loop().create_future()
-        self._prober = asyncio.create_task(self._probe_forever())
+        first = asyncio.create_task(self._health.probe_all())
+        self._prober = asyncio.create_task(self._health.probe_forever(first))
         # With `models: all` the model list is needed, so wait for the slowest server.
-        timeout = FIRST_PROBE_SECONDS if self.options.models is None else None
-        first: set[asyncio.Future[None]] = {self._first_probe, self._prober}
-        await asyncio.wait(first, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if self._prober.done():
-            self._prober.result()
+        await asyncio.wait({first}, timeout=FIRST_PROBE_SECONDS if self.options.models is None else None)
+        if first.done():
+            first.result()
 
     async def stop(self) -> None:
         if self._prober is not None:
@@ -125,90 +142,43 @@ class UpstreamEngine(Engine):
             await asyncio.gather(self._prober, return_exceptions=True)
         await asyncio.gather(*(server.aclose() for server in self.servers))
 
-    async def _probe_forever(self) -> None:
-        every_server = range(len(self.servers))
-        await self._probe_all(every_server)
-        self._first_probe.set_result(None)
-        if not self.options.health_seconds:
-            return
-        await self._probe_startup()
-        while True:
-            await asyncio.sleep(self.options.health_seconds)
-            await self._probe_all(every_server)
-
-    async def _probe_startup(self) -> None:
-        """Probe unreachable servers frequently, and all servers every `health_seconds`."""
-        now = time.monotonic()
-        end, next_full_probe = now + STARTUP_SECONDS, now + self.options.health_seconds
-        while now < end and (missing := [at for at in range(len(self.servers)) if self.pool.state(at) == "out"]):
-            await asyncio.sleep(min(STARTUP_PROBE_INTERVAL, self.options.health_seconds))
-            now = time.monotonic()
-            if now >= next_full_probe:
-                missing, next_full_probe = list(range(len(self.servers))), now + self.options.health_seconds
-            await self._probe_all(missing)
-
-    async def _probe_all(self, servers: Iterable[int]) -> None:
-        await asyncio.gather(*(self._probe(at) for at in servers))
-
-    async def _probe(self, at: int) -> None:
-        """Probe one server. Any answer, even an error, shows that it is reachable."""
-        server, before = self.servers[at], self.pool.state(at)
-        try:
-            async with asyncio.timeout(PROBE_SECONDS):
-                await server.probe()
-        except Unreachable as error:
-            self.pool.record_failure(at, is_unreachable=True)
-            if before == "up":
-                log.warning("model %s: %s is unreachable: %s", self.name, server.url, error)
-            return
-        except (AnswerTimeout, TimeoutError):
-            self._record_slow_probe(at, before)
-            return
-        except DragomanError as error:
-            server.redact(error)
-            log.debug("model %s: %s does not list its models: %s", self.name, server.url, error)
-        self.pool.record_probe(at)
-        if before == "out" and self.pool.state(at) != "out":
-            log.warning("model %s: %s is reachable again", self.name, server.url)
-            server.forget_rejections()
-
-    def _record_slow_probe(self, at: int, before: str) -> None:
-        """A busy server may answer requests faster than it lists its models, so a slow probe alone proves little."""
-        self.pool.record_slow_probe(at)
-        url, problem = self.servers[at].url, f"listing its models takes longer than {PROBE_SECONDS:g} s"
-        if before == "up" and self.pool.state(at) == "out":
-            log.warning("model %s: %s is unreachable: %s, and no request succeeded", self.name, url, problem)
-        elif self.pool.members[at].slow_probes == 1:
-            log.warning("model %s: %s is slow: %s; requests are still sent to it", self.name, url, problem)
-
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
-        return pull_events(lambda listener: self.tell(request, listener))
-
-    async def tell(self, request: GenerationRequest, listener: Listener) -> None:
-        loop_guard.check(self._id, request.model)
-        self._check_name(request.model)
+    async def deliver(self, request: GenerationRequest, listener: Listener) -> None:
+        self._check_model(request.model)
         self._check_images(request)
         if request.max_tokens == 0:
-            pause = listener([Started(), Finished("length", usage=Usage())])
-            if pause is not None:
-                await pause
+            await notify(listener, [Started(), Finished("length", usage=Usage())])
             return
+
+        async def generate(server: UpstreamServer, model: str, tracked: TrackedListener) -> None:
+            await server.generate(_for_server(request, model), tracked)
+
+        await self._try_servers(request.model, generate, request, listener)
+
+    async def _try_servers(
+        self,
+        model: str,
+        call: Callable[[UpstreamServer, str, TrackedListener], Awaitable[T]],
+        request: GenerationRequest | None = None,
+        listener: Listener = lambda events: None,
+    ) -> T:
+        """Call the servers until one succeeds."""
         tried: set[int] = set()
-        links = hash_prefixes(request) if len(self.servers) > 1 else []
+        links = hash_prefixes(request) if request is not None and len(self.servers) > 1 else []
         failure: DragomanError | None = None
         while True:
             at = self._choose_server(links, tried, failure)
             tried.add(at)
             tracked = TrackedListener(listener, partial(self.pool.record_reply_start, at))
             try:
-                await self.servers[at].generate(_for_server(request, self._upstream_name(request.model, at)), tracked)
+                result = await call(self.servers[at], self._upstream_name(model, at), tracked)
                 self.pool.record_success(at)
-                return
+                return result
             except DragomanError as error:
                 if tracked.has_raised(error):
                     raise
-                failure = self._record_error(at, error, request.model, request.id)
-                if (tracked.has_begun and request.delivery.stream) or error_mapping.is_client_error(error):
+                failure = self._record_error(at, error, model, "" if request is None else request.id)
+                is_visible = tracked.has_begun and request is not None and request.delivery.stream
+                if is_visible or isinstance(error, CLIENT_ERRORS):
                     raise failure from error
             finally:
                 self.pool.ended(at, tracked.has_begun)
@@ -228,12 +198,12 @@ class UpstreamEngine(Engine):
         """Record the failure of a server and return the error for the client."""
         server = self.servers[at]
         server.redact(error)
-        seconds = error_mapping.pause_seconds(error)
+        seconds = pause_seconds(error)
         if seconds is not None:
             self.pool.pause(at, seconds)
-        elif not error_mapping.is_client_error(error):
+        elif not isinstance(error, CLIENT_ERRORS):
             self.pool.record_failure(at, is_unreachable=isinstance(error, Unreachable))
-        return error_mapping.to_client_error(error, model, server.url, self.options.models is not None, request_id)
+        return to_client_error(error, model, server.url, self.options.models is not None, request_id)
 
     def _upstream_name(self, model: str, at: int) -> str:
         """The name of the model on the server."""
@@ -243,8 +213,9 @@ class UpstreamEngine(Engine):
         found = self.servers[at].models.get(name.lower())
         return name if found is None else found.name
 
-    def _check_name(self, model: str) -> None:
-        """Reject an incomplete name before a server is chosen, so that no server is blamed for it."""
+    def _check_model(self, model: str) -> None:
+        """Reject loops, and incomplete names before a server is chosen, so that no server is blamed for them."""
+        loop_guard.check(self._id, model)
         if self.options.models is not None and not model[len(self.name) + 1 :]:
             names = ", ".join(info.name for info in self.models()[:20])
             raise ModelNotFound(f"'{self.name}' stands for several models: {names}", param="model")
@@ -258,51 +229,41 @@ class UpstreamEngine(Engine):
                 raise BadRequest(text, param=f"messages[{at}]")
 
     async def count_tokens(self, request: GenerationRequest) -> int:
-        return await self._call_any(
+        return await self._ask(
             "does not count tokens", request.model, lambda server, name: server.count_tokens(_for_server(request, name))
         )
 
     async def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
-        return await self._embed(self.name, inputs)
+        return await self.embed_function_for(self.name)(inputs)
 
-    def embed_function_for(self, model: str) -> EmbedFunction:
-        return partial(self._embed, model)
+    def embed_function_for(self, model: str) -> Callable[[Sequence[Input]], Awaitable[Sequence[Embedding]]]:
+        async def embed(inputs: Sequence[Input]) -> Sequence[Embedding]:
+            made = await self._ask(
+                "does not support embeddings", model, lambda server, name: server.embed(inputs, name)
+            )
+            # Servers report the tokens of all inputs together.
+            first, *others = made.vectors
+            return [Embedding(first.vector, made.usage.prompt), *others]
 
-    async def _embed(self, model: str, inputs: Sequence[Input]) -> Sequence[Embedding]:
-        made = await self._call_any(
-            "does not support embeddings", model, lambda server, name: server.embed(inputs, name)
-        )
-        # Servers report the tokens of all inputs together.
-        first, *others = made.vectors
-        return [Embedding(first.vector, made.usage.prompt), *others]
+        return embed
 
-    async def _call_any(self, lacks: str, model: str, call: Callable[[UpstreamServer, str], Awaitable[T]]) -> T:
-        """Call the servers until one succeeds."""
-        loop_guard.check(self._id, model)
-        self._check_name(model)
-        tried: set[int] = set()
-        failure: DragomanError | None = None
-        while True:
-            at = self._choose_server((), tried, failure)
-            tried.add(at)
+    async def _ask(self, lacks: str, model: str, ask: Callable[[UpstreamServer, str], Awaitable[T]]) -> T:
+        async def call(server: UpstreamServer, name: str, tracked: TrackedListener) -> T:
             try:
-                result = await call(self.servers[at], self._upstream_name(model, at))
-                self.pool.record_success(at)
-                return result
-            except DragomanError as error:
-                if type(error) is NotFound:
-                    raise NotSupported(f"the upstream server of model '{model}' {lacks}") from error
-                failure = self._record_error(at, error, model)
-                if error_mapping.is_client_error(error):
-                    raise failure from error
-            finally:
-                self.pool.ended(at)
+                return await ask(server, name)
+            except NotFound as error:
+                if type(error) is not NotFound:
+                    raise
+                raise NotSupported(f"the upstream server of model '{model}' {lacks}") from error
+
+        self._check_model(model)
+        return await self._try_servers(model, call)
 
     def states(self) -> list[UpstreamState]:
         """The state of each server, for the operator."""
         return [
-            UpstreamState(server.url, self.pool.state(at), spot.running, spot.failures, spot.weight, spot.rank)
-            for at, (server, spot) in enumerate(zip(self.servers, self.pool.members, strict=True))
+            UpstreamState(server.url, self.pool.state(at), member.running, member.failures, member.weight, member.rank)
+            for at, (server, member) in enumerate(zip(self.servers, self.pool.members, strict=True))
         ]
 
     def drain(self, url: str, drained: bool) -> None:
@@ -321,3 +282,47 @@ def _for_server(request: GenerationRequest, model: str) -> GenerationRequest:
 
 def _is_remote(image: Image) -> bool:
     return image.data is None and not (image.url or "").startswith("data:")
+
+
+def pause_seconds(error: DragomanError) -> float | None:
+    """How long the server asks not to be used; None for errors other than overload."""
+    if isinstance(error, Unavailable) or (isinstance(error, RateLimited) and not isinstance(error, QuotaExhausted)):
+        return MIN_PAUSE_SECONDS if error.retry_after is None else min(error.retry_after, MAX_RETRY_AFTER)
+    return None
+
+
+def to_client_error(
+    error: DragomanError, model: str, url: str, is_listed: bool = False, request_id: str = ""
+) -> DragomanError:
+    """Log a server's error and return the error for the client.
+
+    `is_listed` means that the client chose one of the server's own models.
+    """
+    if isinstance(error, CLIENT_ERRORS):
+        # Retrying an invalid request does not help.
+        error.retry_after = None
+        return error
+    prefix, extra = (f"request {request_id}: ", {"request_id": request_id}) if request_id else ("", {})
+    log.warning("%smodel %s: %s: %s (%s)", prefix, model, url, error.message, type(error).__name__, extra=extra)
+    if isinstance(error, ModelNotFound) and is_listed:
+        return ModelNotFound(f"model '{model}' not found", param="model")
+    seconds = pause_seconds(error)
+    if seconds is not None:
+        return _overloaded(error, seconds)
+    if isinstance(error, LoopDetected):
+        return LoopDetected(LOOP)
+    if isinstance(error, AnswerTimeout):
+        return AnswerTimeout("the upstream server of this model did not answer in time")
+    if isinstance(error, StreamCutOff):
+        return StreamCutOff("the upstream server of this model ended its reply early")
+    kind = next((kind for kind in SERVER_ERRORS if isinstance(error, kind)), None)
+    if kind is None:
+        return ServerFailed("the upstream server of this model refused the request; see the server log")
+    return kind("the upstream server of this model is unreachable or failed; see the server log")
+
+
+def _overloaded(error: DragomanError, seconds: float) -> DragomanError:
+    message = "the upstream server of this model is overloaded; try again later"
+    if isinstance(error, Unavailable):
+        return type(error)(message, retry_after=max(seconds, MIN_PAUSE_SECONDS))
+    return RateLimited(message, retry_after=max(seconds, MIN_PAUSE_SECONDS))

@@ -47,27 +47,27 @@ class UpstreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds between two health probes of each server; 0 disables them."""
 
     def __post_init__(self) -> None:
-        if not self._servers:
+        if not self._given_servers:
             raise ValueError("url is missing; set url to the server's address, or urls for several servers")
         if self.url and self.urls:
             raise ValueError("url and urls exclude each other; set url for one server or urls for several")
         if self.models is not None and self.model is not None:
             raise ValueError("model and models exclude each other; set model for one model or models for all")
-        errors = [message for server in self._servers for message in _url_errors(server.url)]
+        errors = [message for server in self._given_servers for message in _url_errors(server.url)]
         errors += [f"proxy: {message}" for message in _url_errors(self.proxy or DEFAULT)]
         if errors:
             raise ValueError("; ".join(errors))
-        addresses = [parse_address(server.url).api for server in self._servers]
+        addresses = [parse_address(server.url).api for server in self._given_servers]
         if len(set(addresses)) < len(addresses):
             raise ValueError("urls contains the same address twice; use weight to send more requests to one server")
 
     @property
-    def _servers(self) -> list[ServerOptions]:
+    def _given_servers(self) -> list[ServerOptions]:
         entries = [*([self.url] if self.url else []), *self.urls]
         return [ServerOptions(entry) if isinstance(entry, str) else entry for entry in entries]
 
     @property
-    def places(self) -> list[ServerOptions]:
+    def servers(self) -> list[ServerOptions]:
         """The servers, with defaults filled in from the model."""
         return [
             msgspec.structs.replace(
@@ -76,7 +76,7 @@ class UpstreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 protocol=server.protocol or self.protocol,
                 model=server.model or self.model,
             )
-            for server in self._servers
+            for server in self._given_servers
         ]
 
 
@@ -88,14 +88,14 @@ def _url_errors(url: str) -> Sequence[str]:
     return ()
 
 
-def read_api_key(name: str, server: ServerOptions) -> str | None:
+def read_api_key(server: ServerOptions) -> str | None:
     """Read the API key of a server from the environment."""
-    if server.key_env is None:
+    if (error := find_key_error(server)) is not None:
+        raise ConfigError(error)
+    return None if server.key_env is None else os.environ[server.key_env].strip()
+
+
+def find_key_error(server: ServerOptions) -> str | None:
+    if server.key_env is None or os.environ.get(server.key_env, "").strip():
         return None
-    key = os.environ.get(server.key_env, "").strip()
-    if not key:
-        message = (
-            f"models.{name}: the environment variable {server.key_env} has no key for {remove_credentials(server.url)}"
-        )
-        raise ConfigError(message)
-    return key
+    return f"the environment variable {server.key_env} has no key for {remove_credentials(server.url)}"

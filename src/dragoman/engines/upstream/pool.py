@@ -12,14 +12,24 @@ Rules
 4. The server with the longest known prefix of the prompt is chosen, unless its load is much higher than the lowest
    load; then the least loaded server is chosen. Load is the number of running requests divided by the weight.
 5. Among equally loaded servers, the one that has had the fewest requests per weight is chosen.
+
+Prefixes of prompts are hashed in chains:
+
+    chain := H(salt), H(link, block), H(link, block), …          block := BLOCK bytes of model, tools and messages
+
+Prompts that share a prefix share the first links of their chains, one link per block. A server that has computed a
+prompt has the KV cache of all its prefixes, until it is restored. Chains are salted with the principal, so that timing
+reveals nothing about the requests of others. The index is bounded: the least recently used links are removed first.
 """
 
+import hashlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from dragoman.engines.upstream.prefix_index import PrefixIndex
+from dragoman.core.request import GenerationRequest
 
 MAX_FAILURES = 3
 FIRST_SUSPENSION_SECONDS = 1.0
@@ -31,8 +41,58 @@ SLACK = 4.0
 """A server with a known prefix may exceed the lowest load by this number of requests,"""
 SLACK_SHARE = 0.5
 """or by this fraction of the lowest load."""
+BLOCK = 256
+"""Bytes per block: about sixty tokens."""
+MAX_BLOCKS = 2048
+MAX_LINKS = 200_000
+MAX_HOLDERS = 8
+_encoder = msgspec.json.Encoder(order="deterministic")
 
-Clock = Callable[[], float]
+
+def hash_prefixes(request: GenerationRequest) -> list[bytes]:
+    """Return one hash per complete block of the prompt."""
+    data = _encoder.encode((request.prompts, request.tools, request.messages))[: BLOCK * MAX_BLOCKS]
+    link = hashlib.blake2b(_encoder.encode((request.principal, request.model)), digest_size=16).digest()
+    links: list[bytes] = []
+    for at in range(0, len(data) - BLOCK + 1, BLOCK):
+        link = hashlib.blake2b(data[at : at + BLOCK], digest_size=16, key=link).digest()
+        links.append(link)
+    return links
+
+
+class PrefixIndex:
+    def __init__(self, max_links: int = MAX_LINKS) -> None:
+        self._max_links = max_links
+        self._holders: OrderedDict[bytes, dict[int, int]] = OrderedDict()
+        """Servers and their generations by link; the most recently used link is last."""
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def add(self, links: Sequence[bytes], server: int, generation: int) -> None:
+        # In reverse order, so that the first links, which prompts share most often, are removed last.
+        for link in reversed(links[: self._max_links]):
+            holders = self._holders.pop(link, {})
+            holders.pop(server, None)
+            holders[server] = generation
+            if len(holders) > MAX_HOLDERS:
+                del holders[next(iter(holders))]
+            self._holders[link] = holders
+        while len(self._holders) > self._max_links:
+            self._holders.popitem(last=False)
+
+    def find_longest(self, links: Sequence[bytes], generations: dict[int, int]) -> tuple[Collection[int], int]:
+        """Return the servers with the longest known prefix, and its number of links.
+
+        `generations` maps the candidate servers to their current generations.
+        """
+        for count in range(len(links), 0, -1):
+            holders = self._holders.get(links[count - 1])
+            if holders:
+                found = [server for server, known in holders.items() if generations.get(server) == known]
+                if found:
+                    return found, count
+        return (), 0
 
 
 class PoolMember:
@@ -88,7 +148,9 @@ class UpstreamState(msgspec.Struct, frozen=True):
 
 
 class ServerPool:
-    def __init__(self, members: Sequence[PoolMember], clock: Clock, prefixes: PrefixIndex | None = None) -> None:
+    def __init__(
+        self, members: Sequence[PoolMember], clock: Callable[[], float], prefixes: PrefixIndex | None = None
+    ) -> None:
         self.members = list(members)
         self._clock = clock
         self._prefixes = PrefixIndex() if prefixes is None else prefixes
@@ -103,7 +165,7 @@ class ServerPool:
     def find_preferred(self, links: Sequence[bytes] = (), without: Collection[int] = ()) -> int | None:
         """Choose a server without counting the request."""
         now = self._clock()
-        available = [at for at, spot in enumerate(self.members) if at not in without and spot.is_available(now)]
+        available = [at for at, member in enumerate(self.members) if at not in without and member.is_available(now)]
         if not available:
             return None
         rank = min(self.members[at].rank for at in available)
@@ -111,13 +173,13 @@ class ServerPool:
 
     def take(self, at: int, links: Sequence[bytes] = ()) -> None:
         """Count a request as running on the server."""
-        spot = self.members[at]
-        spot.running += 1
-        spot.served += 1 / spot.weight
-        if spot.suspensions:
+        member = self.members[at]
+        member.running += 1
+        member.served += 1 / member.weight
+        if member.suspensions:
             # This request is the trial; no other is let through until it is decided or takes too long.
-            spot.suspend(self._clock())
-        self._prefixes.add(links, at, spot.generation)
+            member.suspend(self._clock())
+        self._prefixes.add(links, at, member.generation)
 
     def _best(self, candidates: Sequence[int], links: Sequence[bytes]) -> int:
         least = min(candidates, key=self._load_order)
@@ -145,42 +207,42 @@ class ServerPool:
 
     def record_success(self, at: int) -> None:
         """Record a successful answer."""
-        spot = self.members[at]
-        spot.failures = spot.slow_probes = 0
-        spot.succeeded_at = self._clock()
-        if spot.suspensions:
-            self._restore(spot)
+        member = self.members[at]
+        member.failures = member.slow_probes = 0
+        member.succeeded_at = self._clock()
+        if member.suspensions:
+            self._restore(member)
 
     def record_failure(self, at: int, is_unreachable: bool) -> None:
-        spot = self.members[at]
-        spot.failures += 1
-        if not is_unreachable and spot.failures < MAX_FAILURES and not spot.suspensions:
+        member = self.members[at]
+        member.failures += 1
+        if not is_unreachable and member.failures < MAX_FAILURES and not member.suspensions:
             return
         now = self._clock()
         # Requests that fail together count as one suspension.
-        if now >= spot.suspended_until:
-            spot.suspend(now)
-        spot.is_unreachable = is_unreachable
+        if now >= member.suspended_until:
+            member.suspend(now)
+        member.is_unreachable = is_unreachable
 
     def pause(self, at: int, seconds: float) -> None:
-        spot = self.members[at]
-        spot.paused_until = max(spot.paused_until, self._clock() + min(seconds, MAX_PAUSE_SECONDS))
+        member = self.members[at]
+        member.paused_until = max(member.paused_until, self._clock() + min(seconds, MAX_PAUSE_SECONDS))
 
     def record_probe(self, at: int) -> None:
         """Record an answered probe; an unreachable server is restored."""
-        spot = self.members[at]
-        spot.slow_probes = 0
-        if spot.suspensions and spot.is_unreachable:
-            spot.failures = 0
-            self._restore(spot)
+        member = self.members[at]
+        member.slow_probes = 0
+        if member.suspensions and member.is_unreachable:
+            member.failures = 0
+            self._restore(member)
 
     def record_slow_probe(self, at: int) -> None:
         """Record a probe that timed out."""
-        spot, now = self.members[at], self._clock()
-        spot.slow_probes += 1
-        is_working = spot.streaming > 0 or now - spot.succeeded_at < RECENT_SECONDS
-        has_others = any(other is not spot and other.is_available(now) for other in self.members)
-        if spot.slow_probes >= MAX_FAILURES and has_others and not is_working:
+        member, now = self.members[at], self._clock()
+        member.slow_probes += 1
+        is_working = member.streaming > 0 or now - member.succeeded_at < RECENT_SECONDS
+        has_others = any(other is not member and other.is_available(now) for other in self.members)
+        if member.slow_probes >= MAX_FAILURES and has_others and not is_working:
             self.record_failure(at, is_unreachable=True)
 
     def drain(self, at: int, drained: bool) -> None:
@@ -196,28 +258,31 @@ class ServerPool:
         """Estimate the seconds until a server is available."""
         now = self._clock()
         available_at = [
-            max(spot.suspended_until if spot.suspensions else 0, spot.paused_until)
-            for spot in self.members
-            if not spot.is_drained
+            max(member.suspended_until if member.suspensions else 0, member.paused_until)
+            for member in self.members
+            if not member.is_drained
         ]
         return max(1.0, min(available_at) - now) if available_at else MAX_SUSPENSION_SECONDS
 
     @property
     def is_known_unreachable(self) -> bool:
         """Whether all servers are suspended, and not just one server for the first time."""
-        return all(spot.suspensions for spot in self.members) and sum(spot.suspensions for spot in self.members) > 1
+        return (
+            all(member.suspensions for member in self.members)
+            and sum(member.suspensions for member in self.members) > 1
+        )
 
     def state(self, at: int) -> str:
-        spot, now = self.members[at], self._clock()
-        if spot.is_drained:
-            return "draining" if spot.running else "drained"
-        if spot.suspensions:
+        member, now = self.members[at], self._clock()
+        if member.is_drained:
+            return "draining" if member.running else "drained"
+        if member.suspensions:
             return "out"
-        return "resting" if now < spot.paused_until else "up"
+        return "resting" if now < member.paused_until else "up"
 
-    def _restore(self, spot: PoolMember) -> None:
-        spot.suspensions = 0
-        spot.suspended_until = 0.0
-        spot.generation += 1
-        others = [other.served for other in self.members if other is not spot and not other.suspensions]
-        spot.served = max(spot.served, min(others, default=0.0))
+    def _restore(self, member: PoolMember) -> None:
+        member.suspensions = 0
+        member.suspended_until = 0.0
+        member.generation += 1
+        others = [other.served for other in self.members if other is not member and not other.suspensions]
+        member.served = max(member.served, min(others, default=0.0))

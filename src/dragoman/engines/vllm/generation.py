@@ -1,4 +1,4 @@
-"""Turns the tokens of one vLLM request into events.
+"""Turns the outputs of one vLLM request into events, or into an embedding.
 
 Rules
 1. The first events are `Started` and the first token; `Finished` is the last.
@@ -9,63 +9,77 @@ Rules
    reasoning. vLLM has the prefix in its cache.
 """
 
+import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from dragoman.core.errors import EngineFailed
-from dragoman.core.events import Event, Finished, FinishReason, Started, TextDelta, TokenLogprob, Usage
-from dragoman.engines.reply_limits import RepeatedCallDetector, ThinkingBudget
+from dragoman.core.embeddings import Embedding
+from dragoman.core.errors import DragomanError, EngineFailed, engine_failure
+from dragoman.core.events import Event, TextDelta, TokenLogprob
+from dragoman.engines.reply_limits import ThinkingBudget
+from dragoman.engines.token_engine import MIN_LOGPROB, ReplySettings, TokenGeneration
 from dragoman.engines.vllm.vllm_api import ABORT, ERROR, LENGTH, STOP, StepOutput
-from dragoman.engines.vllm.vocabulary import HfVocabulary
+from dragoman.engines.vllm.vocabulary import HfVocabulary, TextDecoder
 from dragoman.grammar.masks import Guide
-from dragoman.grammar.schema_check import SchemaCheck
 
-MIN_LOGPROB = -9999.0
-"""Replaces minus infinity, which JSON cannot represent."""
+log = logging.getLogger("dragoman.engine")
 
 
-class ReplySettings(msgspec.Struct, frozen=True):
-    """The fixed parameters of a reply.
-
-    `head` are tokens appended to the prompt to close the reasoning before the model generates. `top` is the number of
-    alternatives per token; None means no log probabilities. `guide` follows the grammar, to detect repeated calls and
-    to capture values for `checks`.
+class VllmReplySettings(ReplySettings, frozen=True, kw_only=True):
+    """`head` are tokens appended to the prompt to close the reasoning before the model generates. `top` is the number
+    of alternatives per token; None means no log probabilities.
     """
 
-    prompt: tuple[int, ...]
-    limit: int
     head: tuple[int, ...] = ()
     top: int | None = None
     prompt_top: int | None = None
-    prompt_text: str | None = None
-    guide: Guide | None = None
-    checks: tuple[SchemaCheck, ...] = ()
-    calls: bool = False
-    budget: ThinkingBudget | None = None
-    thinking: bool = False
-    ignored: tuple[str, ...] = ()
 
 
-class VllmGeneration:
-    def __init__(self, key: int, vocabulary: HfVocabulary, settings: ReplySettings, request: Any) -> None:
-        """`request` is the vLLM request; its id identifies the outputs."""
-        self.key = key
-        self.vocabulary = vocabulary
-        self.settings = settings
+class PendingEmbedding:
+    """One text that was submitted to vLLM."""
+
+    def __init__(self, request: Any, future: "asyncio.Future[Embedding]") -> None:
         self.request = request
-        self.decoder = vocabulary.create_decoder()
-        self.guide = settings.guide
-        self.repeated_calls = RepeatedCallDetector() if settings.calls and settings.guide is not None else None
-        self.budget = settings.budget
+        self.future = future
+        self.is_dropped = False
+
+    def resolve(self, output: StepOutput) -> None:
+        if output.finish_reason in (ABORT, ERROR) or output.pooling_output is None:
+            self.fail(EngineFailed("vLLM returned no embedding; see its log"))
+            return
+        try:
+            embedding = Embedding.of(output.pooling_output.flatten().tolist(), len(self.request.prompt_token_ids))
+        except Exception as error:
+            # For example, half-precision poolers may return NaN.
+            log.exception("an embedding of vLLM could not be read")
+            self.fail(engine_failure(error))
+            return
+        if not self.future.done():
+            self.future.set_result(embedding)
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class VllmGeneration(TokenGeneration):
+    settings: VllmReplySettings
+    decoder: TextDecoder
+
+    def __init__(self, vocabulary: HfVocabulary, settings: VllmReplySettings, request: Any) -> None:
+        """`request` is the vLLM request; its id identifies the outputs."""
+        super().__init__(settings, vocabulary.create_decoder())
+        self.vocabulary = vocabulary
+        self.request = request
+        self.is_dropped = False
+        self.fail = self.events.fail
         self.is_plain = settings.top is None and settings.guide is None and settings.budget is None
         self.has_started = False
-        self.cached = 0
-        self.count = 0
         self.reply_tokens: list[int] = []
         """All tokens so far; recorded only if there is a thinking budget."""
-        self.has_ended = False
         self.needs_abort = False
         """Whether the reply has ended while vLLM is still generating."""
         self.closing_tokens: Sequence[int] = ()
@@ -94,22 +108,15 @@ class VllmGeneration:
         if self.has_ended:
             return events
         if reason is not None:
-            events += self._finish("length" if reason == LENGTH else "stop")
+            events += self.finish("length" if reason == LENGTH else "stop")
         return events
 
     def _create_started(self, output: StepOutput) -> list[Event]:
         self.has_started = True
-        settings, stats = self.settings, output.prefill_stats
-        self.cached = 0 if stats is None else min(stats.num_cached_tokens, len(settings.prompt))
-        started = Started(
-            len(settings.prompt),
-            self.cached,
-            self._prompt_logprobs(output),
-            settings.prompt_text,
-            settings.thinking,
-            settings.ignored,
-        )
-        return [started, *self._add_forced(settings.head)]
+        stats = output.prefill_stats
+        cached = 0 if stats is None else min(stats.num_cached_tokens, len(self.settings.prompt))
+        started = self.create_started(self._prompt_logprobs(output), cached)
+        return [started, *self._add_forced(self.settings.head)]
 
     def _add_forced(self, tokens: Sequence[int]) -> list[Event]:
         """Add tokens that the model did not choose."""
@@ -120,9 +127,20 @@ class VllmGeneration:
         text = "".join([self.decoder.feed(token) for token in tokens])
         return [TextDelta(text, len(tokens), tuple(tokens))]
 
-    def close_thought(self) -> list[Event]:
+    def close_thought(self) -> tuple[Event, ...]:
         events, self.closing_tokens = self._add_forced(self.closing_tokens), ()
-        return events + self._finish("length") if self.count >= self.settings.limit else events
+        if self.count >= self.settings.limit:
+            events += self.finish("length")
+        return tuple(events)
+
+    def resume(self, request_id: str) -> None:
+        """Turn the vLLM request into one that continues after the tokens that close the reasoning."""
+        request = self.request
+        request.request_id = request_id
+        request.prompt_token_ids = [*self.settings.prompt, *self.reply_tokens]
+        request.sampling_params.max_tokens = max(self.settings.limit - self.count, 1)
+        # The log probabilities of the prompt have been delivered.
+        request.sampling_params.prompt_logprobs = None
 
     def _process_tokens(self, tokens: Sequence[int], output: StepOutput) -> list[Event]:
         events: list[Event] = []
@@ -132,7 +150,7 @@ class VllmGeneration:
             events.append(TextDelta(text, 1, (token,), self._logprobs(output, at)))
             if self.guide is not None and self._is_repeated_call(self.guide, token, text):
                 self.needs_abort = output.finish_reason is None
-                return events + self._finish("stop")
+                return events + self.finish("stop")
             if self.budget is not None and self._is_budget_used_up(self.budget, token, text, output):
                 break
         return events
@@ -140,28 +158,21 @@ class VllmGeneration:
     def _is_repeated_call(self, guide: Guide, token: int, text: str) -> bool:
         """Whether the reply has repeated the previous tool call."""
         try:
-            guide.take(token)
-        except EngineFailed:
+            guide.advance(token)
+        except DragomanError:
             # vLLM enforces the grammar; the guide only observes.
             self.guide = None
             return False
-        return self.repeated_calls is not None and self.repeated_calls.repeats(text, guide.accepting)
+        return self.repeated_calls is not None and self.repeated_calls.is_repeated(text, guide.is_accepting)
 
     def _is_budget_used_up(self, budget: ThinkingBudget, token: int, text: str, output: StepOutput) -> bool:
         self.reply_tokens.append(token)
-        budget.read(text)
-        if output.finish_reason is not None or not budget.closing:
+        budget.add_token(text)
+        if output.finish_reason is not None or not budget.closing_tokens:
             return False
-        self.closing_tokens = budget.closing[: self.settings.limit - self.count]
-        budget.closed()
+        self.closing_tokens = budget.closing_tokens[: self.settings.limit - self.count]
+        budget.mark_closed()
         return bool(self.closing_tokens)
-
-    def _finish(self, reason: FinishReason) -> list[Event]:
-        self.has_ended = True
-        text = self.decoder.flush()
-        usage = Usage(prompt=len(self.settings.prompt), completion=self.count, cached=self.cached)
-        finished = Finished(reason, usage=usage)
-        return [TextDelta(text, count=0), finished] if text else [finished]
 
     def _logprobs(self, output: StepOutput, at: int) -> tuple[TokenLogprob, ...]:
         top, found = self.settings.top, output.new_logprobs

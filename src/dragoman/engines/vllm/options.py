@@ -1,6 +1,22 @@
-"""Configuration of a vLLM model, and the engine arguments made from it."""
+"""Configuration of a vLLM model, the engine arguments made from it, and errors in it.
 
-from collections.abc import Collection, Mapping
+Rules
+1. `find_errors` needs no vLLM, whose import takes seconds. `ModelSpec.locate` reports missing
+   directories, for every engine.
+2. vLLM's error about an argument is reported with the name the operator used: `args.NAME`, our own option, or else
+   vLLM's section and field. Errors of the operator's own arguments come first.
+3. All errors are reported, without links to the documentation of the validation library.
+4. vLLM accepts a LoRA adapter for a model of another hidden size and computes wrong results, so the sizes are compared
+   here if both can be read.
+
+    adapter := adapter_config.json  {"r": RANK, ...}
+               adapter_model.safetensors | adapter_model.bin | adapter_model.pt
+"""
+
+import json
+import re
+import struct
+from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -9,7 +25,7 @@ import msgspec
 
 from dragoman.core.errors import ConfigError
 from dragoman.core.types import Count
-from dragoman.engines.vllm.adapters import read_rank
+from dragoman.files.sources import BUILT_IN, is_model_directory
 
 HUB = "hf:"
 """Prefix of a model name on the Hugging Face hub."""
@@ -17,6 +33,17 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM can be configured for."""
 OPTION_BY_ARG = {"model": "source", "max_model_len": "context", "max_num_seqs": "slots"}
 """Our options for arguments of vLLM."""
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+"""A model name on the Hugging Face hub; the oldest models have no organization."""
+MAX_VALUE_CHARACTERS = 60
+_WORKER_ERROR = re.compile(r"Worker failed with error '(.+)', please check")
+CONFIG_FILE = "adapter_config.json"
+WEIGHT_FILES = tuple(f"adapter_model.{suffix}" for suffix in ("safetensors", "bin", "pt"))
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors format."""
+INPUT_WEIGHTS = re.compile(r"\.layers\.\d+\.self_attn\.[qkv]_proj\.lora_A\.")
+"""Weights whose input dimension is the hidden size of the model."""
+OTHER_ENCODERS = re.compile(r"vision|visual|audio|encoder")
 
 
 class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,3 +125,132 @@ def _lora_args(adapters: Mapping[str, Path]) -> dict[str, Any]:
             raise ConfigError(f"vllm: adapter {name}: {error}") from error
     max_rank = next((rank for rank in RANKS if rank >= highest), RANKS[-1])
     return {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": max_rank}
+
+
+def find_errors(options: VllmOptions) -> Iterator[tuple[str, str]]:
+    """Yield pairs of option key and message."""
+    message = _source_error(options.path)
+    if message is not None:
+        yield "source", message
+    yield from find_collisions(options)
+    for name, directory in adapter_directories(options).items():
+        if not directory.is_dir():
+            continue
+        try:
+            check_adapter(directory, Path(options.path).expanduser())
+        except ConfigError as error:
+            yield f"adapters.{name}", str(error)
+
+
+def _source_error(path: str) -> str | None:
+    directory = Path(path).expanduser()
+    if not path.startswith(HUB) and directory.is_dir():
+        if is_model_directory(directory):
+            return None
+        return f"the directory {path} has no config.json; vllm needs a model directory in Hugging Face's layout"
+    if path.startswith(("/", ".", "~")):
+        return None
+    name = path.removeprefix(HUB)
+    if name in BUILT_IN:
+        return f"{name} is a GGUF file, for `engine: llama`; vllm needs a directory or ORG/REPO on the hub"
+    if not HUB_NAME.fullmatch(name):
+        return f"{name!r} is neither a directory nor ORG/REPO on the hub"
+    return None
+
+
+def describe_error(error: Exception, options: VllmOptions) -> str:
+    """Describe an error of vLLM about its arguments or the model in one line."""
+    list_errors = getattr(error, "errors", None)
+    if not callable(list_errors):
+        return " ".join(str(error).split()) or type(error).__name__
+    title = str(getattr(error, "title", ""))
+    messages: dict[str, list[str]] = {}
+    values: dict[str, str] = {}
+    for entry in list_errors():
+        field = _field_prefix(entry, title, options)
+        messages.setdefault(field, []).append(str(entry["msg"]).removeprefix("Value error, "))
+        values[field] = f", not {_shorten(entry.get('input'))}" if entry["loc"] else ""
+    lines = [f"{field}{' or '.join(dict.fromkeys(texts))}{values[field]}" for field, texts in messages.items()]
+    return "; ".join(sorted(lines, key=lambda line: not line.startswith("args.")))
+
+
+def _field_prefix(entry: Mapping[str, Any], title: str, options: VllmOptions) -> str:
+    if not entry["loc"]:
+        return ""
+    field = str(entry["loc"][0])
+    written = arg_names(options.args).get(field)
+    if written is not None:
+        return f"args.{written}: "
+    return f"{OPTION_BY_ARG[field]}: " if field in OPTION_BY_ARG else f"{title}.{field}: "
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}..."
+
+
+def last_line(error: Exception) -> str:
+    """The last line of an error; for a worker's error only the part that vLLM quotes."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    quoted = _WORKER_ERROR.search(lines[-1])
+    return quoted[1] if quoted else lines[-1]
+
+
+def read_rank(directory: Path) -> int:
+    file = directory / CONFIG_FILE
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{directory} is not a LoRA adapter: it has no {CONFIG_FILE}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON") from error
+    rank = config.get("r") if isinstance(config, dict) else None
+    if not isinstance(rank, int) or rank < 1:
+        raise ConfigError(f"{file} has no rank `r`; is it a LoRA adapter?")
+    return rank
+
+
+def check_adapter(directory: Path, model: Path) -> None:
+    """Raise if the directory is not an adapter that fits the model. `model` need not be a directory."""
+    read_rank(directory)
+    weights = next((directory / name for name in WEIGHT_FILES if (directory / name).is_file()), None)
+    if weights is None:
+        raise ConfigError(f"{directory} has no adapter weights: expected {' or '.join(WEIGHT_FILES)}")
+    if weights.suffix != ".safetensors":
+        return
+    size, expected = _adapter_size(_read_header(weights)), _hidden_size(model)
+    if size is not None and expected is not None and size != expected:
+        raise ConfigError(f"{directory} is for a model with hidden size {size}; this model has {expected}")
+
+
+def _read_header(file: Path) -> Mapping[str, Any]:
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(length)) if length <= MAX_HEADER_BYTES else None
+    except (OSError, ValueError, struct.error) as error:
+        raise ConfigError(f"{file} cannot be read as safetensors") from error
+    if not isinstance(header, dict):
+        raise ConfigError(f"{file} cannot be read as safetensors")
+    return header
+
+
+def _adapter_size(header: Mapping[str, Any]) -> int | None:
+    for name, tensor in header.items():
+        if INPUT_WEIGHTS.search(name) and not OTHER_ENCODERS.search(name):
+            shape = tensor.get("shape") if isinstance(tensor, dict) else None
+            return shape[1] if isinstance(shape, list) and len(shape) == 2 and isinstance(shape[1], int) else None
+    return None
+
+
+def _hidden_size(model: Path) -> int | None:
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    # Multimodal models have a section per modality.
+    sections = [config, config.get("text_config")] if isinstance(config, dict) else []
+    sizes = (section.get("hidden_size") for section in sections if isinstance(section, dict))
+    return next((size for size in sizes if isinstance(size, int)), None)

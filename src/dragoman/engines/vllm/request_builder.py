@@ -12,19 +12,23 @@ Rules
    model's own. They are returned and reported as ignored.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from dragoman.core.errors import BadRequest
+from dragoman.core.embeddings import Input, map_inputs
+from dragoman.core.features import Feature
 from dragoman.core.request import GenerationRequest, Sampling
-from dragoman.engines.prompt_reader import PromptReader, PromptTokens
-from dragoman.engines.vllm.generation import ReplySettings, VllmGeneration
-from dragoman.engines.vllm.vllm_api import VllmApi
-from dragoman.engines.vllm.vocabulary import HfVocabulary
-from dragoman.formats.syntax import ModelFormat
+from dragoman.engines.prompt_reader import PromptTokens, read_embedding_input
+from dragoman.engines.token_engine import RequestBuilder
+from dragoman.engines.vllm.generation import VllmGeneration, VllmReplySettings
+from dragoman.engines.vllm.loaded_model import LoadedModel
+from dragoman.engines.vllm.options import VllmOptions
+from dragoman.engines.vllm.vllm_api import generation_defaults
+from dragoman.formats import detect_format, get_format
 from dragoman.grammar.constraints import CompiledConstraint, ConstraintCompiler
 from dragoman.grammar.reply_grammar import ReplyGrammar
 
@@ -45,51 +49,31 @@ SAMPLING_PARAMS = (
 """Parameters with the same name here and in vLLM."""
 
 
-class VllmRequestBuilder(PromptReader):
-    def __init__(
-        self,
-        api: VllmApi,
-        processor: Any,
-        tasks: Sequence[str],
-        vocabulary: HfVocabulary,
-        context: int,
-        syntax: ModelFormat,
-        template_options: Sequence[str],
-        *,
-        defaults: Mapping[str, Any],
-        loras: Mapping[str, Any],
-        isolate: bool,
-        strict_tools: bool,
-    ) -> None:
-        """`loras` are vLLM's adapter objects by model name."""
-        super().__init__(vocabulary, context, syntax, template_options)
-        self.api = api
-        self.processor = processor
-        self.tasks = tuple(tasks)
-        self.vocabulary = vocabulary
-        self.defaults = {name: value for name, value in defaults.items() if name in SAMPLING_PARAMS}
+class VllmRequestBuilder(RequestBuilder[VllmGeneration]):
+    def __init__(self, model: LoadedModel, options: VllmOptions, loras: Mapping[str, Any]) -> None:
+        """`loras` are vLLM's LoRA requests by model name."""
+        vocabulary = model.vocabulary
+        syntax = get_format(options.format or detect_format(vocabulary.chat_template, Path(options.path).name))
+        super().__init__(vocabulary, model.context, syntax, options.template_options)
+        self.loaded = model
+        self.options = options
         self.loras = loras
-        self.isolate = isolate
-        self.strict_tools = strict_tools
-        self.ids = itertools.count()
+        defaults = generation_defaults(model.llm.model_config)
+        self.defaults = {name: value for name, value in defaults.items() if name in SAMPLING_PARAMS}
         self.constraints = (
             None
             if vocabulary.kind is None
-            else ConstraintCompiler(self.speaker, vocabulary.pieces, vocabulary.hidden, self.tokenize_inner_text)
+            else ConstraintCompiler(self.grammar_model, vocabulary.pieces, vocabulary.hidden, self.tokenize_inner_text)
         )
 
     def is_constrained(self, request: GenerationRequest) -> bool:
         """Constrain only if needed: the CPU computes masks between GPU steps, which delays all requests."""
         if not super().is_constrained(request):
             return False
-        strict = self.strict_tools or any(tool.strict for tool in request.tools)
+        strict = self.options.strict_tools or any(tool.strict for tool in request.tools)
         return strict or request.constraint is not None or request.tool_choice.mode != "auto"
 
-    def read_and_build(self, key: int, request: GenerationRequest) -> VllmGeneration:
-        return self.build(key, request, self.read(request))
-
     async def constrain(self, request: GenerationRequest, prompt: PromptTokens) -> CompiledConstraint | None:
-        """Compile the constraint. Runs in the event loop; other processes and threads do the work."""
         if self.constraints is None or not self.is_constrained(request):
             return None
         opened = prompt.opener is not None and not self._head(request, prompt)
@@ -97,29 +81,31 @@ class VllmRequestBuilder(PromptReader):
 
     def _head(self, request: GenerationRequest, prompt: PromptTokens) -> tuple[int, ...]:
         """Tokens that close the reasoning before the model generates."""
-        budget = self.budget(request, prompt.opener)
-        return () if budget is None else tuple(budget.closing[: self.limit(request, len(prompt.tokens))])
+        budget = self.create_thinking_budget(request, prompt.opener)
+        return (
+            () if budget is None else tuple(budget.closing_tokens[: self.max_reply_tokens(request, len(prompt.tokens))])
+        )
 
     def build(
-        self, key: int, request: GenerationRequest, prompt: PromptTokens, constrained: CompiledConstraint | None = None
+        self, request: GenerationRequest, prompt: PromptTokens, constrained: CompiledConstraint | None = None
     ) -> VllmGeneration:
-        budget = self.budget(request, prompt.opener)
-        limit = self.limit(request, len(prompt.tokens))
+        budget = self.create_thinking_budget(request, prompt.opener)
+        limit = self.max_reply_tokens(request, len(prompt.tokens))
         head = self._head(request, prompt)
         if budget is not None and head:
-            budget.closed()
+            budget.mark_closed()
         shape = None if constrained is None else constrained.shape
         has_captures = shape is not None and bool(shape.checks or shape.calls)
         guide = constrained.guide if constrained is not None and has_captures else None
         ignores_budget = shape is not None and budget is not None and request.thinking.budget_tokens and not head
         logprobs = request.logprobs
-        settings = ReplySettings(
+        settings = VllmReplySettings(
             prompt=prompt.tokens,
             limit=limit,
             head=head,
             top=None if logprobs is None else logprobs.top,
             prompt_top=None if logprobs is None or not logprobs.prompt else logprobs.top,
-            prompt_text=self._prompt_text(request) if request.echo else None,
+            prompt_text=self.prompt_text(request),
             guide=guide,
             checks=() if shape is None else shape.checks,
             calls=shape is not None and shape.calls,
@@ -128,56 +114,36 @@ class VllmRequestBuilder(PromptReader):
             ignored=(*prompt.ignored, *_ignored(request, shape, bool(ignores_budget))),
         )
         vllm_request = self._build_request(request, (*prompt.tokens, *head), limit - len(head), settings, shape)
-        return VllmGeneration(key, self.vocabulary, settings, vllm_request)
-
-    def resume(self, generation: VllmGeneration) -> Any:
-        """Return the vLLM request that continues after the tokens that close the reasoning."""
-        request = generation.request
-        params = request.sampling_params
-        params.max_tokens = max(generation.settings.limit - generation.count, 1)
-        # The log probabilities of the prompt have been delivered.
-        params.prompt_logprobs = None
-        request.request_id = str(next(self.ids))
-        request.prompt_token_ids = [*generation.settings.prompt, *generation.reply_tokens]
-        return request
-
-    def _prompt_text(self, request: GenerationRequest) -> str | None:
-        prompt = request.prompt
-        return self.model.detokenize(prompt) if isinstance(prompt, tuple) else prompt
+        return VllmGeneration(self.loaded.vocabulary, settings, vllm_request)
 
     def _build_request(
         self,
         request: GenerationRequest,
         prompt: Sequence[int],
         limit: int,
-        settings: ReplySettings,
+        settings: VllmReplySettings,
         shape: ReplyGrammar | None,
     ) -> Any:
-        salt = request.principal if self.isolate else None
-        try:
-            built = self.processor.process_inputs(
-                str(next(self.ids)),
-                self.api.tokens_input(list(prompt), cache_salt=salt),
-                self._params(request, limit, settings, shape),
-                supported_tasks=self.tasks,
-                lora_request=self.loras.get(request.model),
-            )
-        except self.api.request_errors as error:
-            raise BadRequest(str(error), param=getattr(error, "parameter", None)) from error
+        built = self.loaded.build_request(
+            prompt,
+            partial(self._params, request, limit, settings, shape),
+            cache_salt=request.principal if self.options.isolate else None,
+            lora=self.loras.get(request.model),
+        )
         if shape is not None:
-            structured_outputs = self.api.structured_outputs(grammar=merge_grammars(shape.grammar))
+            structured_outputs = self.loaded.api.structured_outputs(grammar=merge_grammars(shape.grammar))
             # vLLM would set this while validating the grammar, but its validation lacks the model's control tokens.
             structured_outputs._backend = "guidance"
             built.sampling_params.structured_outputs = structured_outputs
         return built
 
     def _params(
-        self, request: GenerationRequest, limit: int, settings: ReplySettings, shape: ReplyGrammar | None
+        self, request: GenerationRequest, limit: int, settings: VllmReplySettings, shape: ReplyGrammar | None
     ) -> Any:
         params = {**self.defaults, **_given_params(request.sampling)}
         if "top_p" in params:
             params["top_p"] = max(params["top_p"], MIN_TOP_P)
-        return self.api.sampling(
+        return self.loaded.api.sampling(
             **params,
             seed=None if request.sampling.seed is None else request.sampling.seed % SEED_COUNT,
             logit_bias=_clamp_bias(request.sampling),
@@ -189,6 +155,16 @@ class VllmRequestBuilder(PromptReader):
             detokenize=False,
             skip_clone=True,
         )
+
+
+def build_embedding_requests(model: LoadedModel, inputs: Sequence[Input]) -> list[Any]:
+    """Return one vLLM request per input, whose pooler returns one vector."""
+
+    def build(entry: Input) -> Any:
+        tokens = read_embedding_input(model.vocabulary, entry, model.context)
+        return model.build_request(tokens, partial(model.api.pooling, task="embed"), param="input")
+
+    return map_inputs(inputs, build)
 
 
 def merge_grammars(grammar: str) -> str:
@@ -217,11 +193,11 @@ def _ignored(request: GenerationRequest, shape: ReplyGrammar | None, ignores_bud
     if shape is None:
         return ()
     stops = ("stop_token_ids",) if request.stop_token_ids else ()
-    budgets = [asked.param for asked in request.asked if asked.feature == "thinking"] if ignores_budget else []
+    budgets = [asked.param for asked in request.asked if asked.feature == Feature.THINKING] if ignores_budget else []
     return (*shape.relaxed, *stops, *budgets, *_masked_logprobs(request))
 
 
 def _masked_logprobs(request: GenerationRequest) -> list[str]:
     """The request fields that ask for log probabilities. `best_of` only compares replies, so it does not count."""
-    asked = [asked for asked in request.asked if asked.feature in ("logprobs", "prompt_logprobs")]
+    asked = [asked for asked in request.asked if asked.feature in (Feature.LOGPROBS, Feature.PROMPT_LOGPROBS)]
     return [entry.param for entry in asked if entry.param != "best_of"]

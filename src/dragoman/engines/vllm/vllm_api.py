@@ -18,7 +18,7 @@
     SamplingParams, PoolingParams, StructuredOutputsParams, LoRARequest, tokens_input
 
 vLLM is usually not installed during development, so its types cannot be checked. Its objects are Any, except for the
-protocols below.
+protocol below.
 """
 
 import dataclasses
@@ -58,42 +58,11 @@ class StepOutput(Protocol):
     prefill_stats: Any
 
 
-class StepOutputs(Protocol):
-    outputs: Sequence[StepOutput]
-    scheduler_stats: Any
-
-
-class EngineCore(Protocol):
-    """The client of vLLM's engine process."""
-
-    resources: Any
-
-    async def get_output_async(self) -> StepOutputs: ...
-
-    async def add_request_async(self, request: Any) -> None: ...
-
-    async def abort_requests_async(self, request_ids: list[str]) -> None: ...
-
-    async def add_lora_async(self, lora_request: Any) -> bool: ...
-
-    async def get_supported_tasks_async(self) -> Sequence[str]: ...
-
-
-class Llm(Protocol):
-    model_config: Any
-    tokenizer: Any
-    input_processor: Any
-    engine_core: EngineCore
-    output_handler: Any
-
-    def shutdown(self) -> None: ...
-
-
 class VllmApi(msgspec.Struct, frozen=True):
     version: str
     engine_args: Callable[..., Any]
     arg_names: frozenset[str]
-    load: Callable[[Any], Llm]
+    load: Callable[[Any], Any]
     sampling: Callable[..., Any]
     pooling: Callable[..., Any]
     structured_outputs: Callable[..., Any]

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from dragoman.core.detokenizer import Detokenizer
+from dragoman.core.events import Detokenizer
 from dragoman.engines.vllm.token_cache import AddedToken, CachingEncoder, create_encoder
 from dragoman.prompt.template import FALLBACK_TEMPLATE
 

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from dragoman.formats.syntax import CallSection, Pythonic
-from dragoman.pipeline.call_readers.call_sink import CallSink, MalformedCall, read_list
+from dragoman.pipeline.call_readers.json_calls import read_list
+from dragoman.pipeline.event_writer import EventWriter, MalformedCall
 from dragoman.pipeline.text_buffer import Parser, TextBuffer
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
@@ -30,11 +31,11 @@ def begins(buffer: TextBuffer, syntax: Pythonic, section: CallSection) -> Parser
     return char == "[" or bool(section.open and _NAME.match(char))
 
 
-def read(buffer: TextBuffer, syntax: Pythonic, section: CallSection, sink: CallSink) -> Parser[None]:
-    yield from read_list(buffer, lambda: _call(buffer, sink))
+def read(buffer: TextBuffer, syntax: Pythonic, section: CallSection, writer: EventWriter) -> Parser[None]:
+    yield from read_list(buffer, lambda: _call(buffer, writer))
 
 
-def _call(buffer: TextBuffer, sink: CallSink) -> Parser[None]:
+def _call(buffer: TextBuffer, writer: EventWriter) -> Parser[None]:
     name = ""
     while (yield from buffer.peek()) and buffer.window[0] != "(":
         name += buffer.take(1)
@@ -45,10 +46,10 @@ def _call(buffer: TextBuffer, sink: CallSink) -> Parser[None]:
         raise MalformedCall
     code: list[str] = []
     yield from _enclosed(buffer, code)
-    arguments = _arguments("".join(code), list(sink.parameters(name)))
-    sink.start(name)
-    sink.arguments(arguments)
-    sink.end()
+    arguments = _arguments("".join(code), list(writer.parameter_schemas(name)))
+    writer.start_call(name)
+    writer.write_arguments(arguments)
+    writer.end_call()
 
 
 def _enclosed(buffer: TextBuffer, code: list[str]) -> Parser[None]:

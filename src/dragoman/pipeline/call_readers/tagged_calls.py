@@ -11,14 +11,19 @@ Rules
 3. Whitespace in the templates next to a value belongs to the tags: at most one line break.
 """
 
+from collections.abc import Mapping
+from typing import Any, Literal
+
 import msgspec
 
 from dragoman.core.errors import DECODE_ERRORS
 from dragoman.formats.syntax import FIELD, CallSection, Tagged
-from dragoman.pipeline.call_readers.call_sink import TOOL_NAME, CallSink, MalformedCall, ParameterKind, parameter_kind
-from dragoman.pipeline.call_readers.json_calls import quote_json
-from dragoman.pipeline.call_readers.named_calls import literal_parts
+from dragoman.pipeline.call_readers.json_calls import TOOL_NAME, leading_text, quote_json
+from dragoman.pipeline.event_writer import EventWriter, MalformedCall
 from dragoman.pipeline.text_buffer import Parser, TextBuffer, markers
+
+ParameterKind = Literal["text", "optional", "json", "either"]
+"""How a parameter is written: a raw string, a raw string or null, JSON, or unknown."""
 
 MISSING = "missing"
 """Key in the fields for a literal of the template that was missing."""
@@ -26,46 +31,54 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 def begins(buffer: TextBuffer, syntax: Tagged, section: CallSection) -> Parser[bool]:
-    head = literal_parts(syntax.function)[0]
+    head = leading_text(syntax.function)
     if head:
         return bool((yield from buffer.starts_with((head,))))
     char = yield from buffer.peek()
     return char.isalnum() or char == "_"
 
 
-def read(buffer: TextBuffer, syntax: Tagged, section: CallSection, sink: CallSink) -> Parser[None]:
-    head = literal_parts(syntax.parameter)[0]
+def read(buffer: TextBuffer, syntax: Tagged, section: CallSection, writer: EventWriter) -> Parser[None]:
+    head = leading_text(syntax.parameter)
     fields = yield from _fields(buffer, syntax.function, ("\n", head, syntax.function_end, section.close))
     name = fields.get("{name}", "")
     if not TOOL_NAME.fullmatch(name) or not (buffer.window or not buffer.cut):
         raise MalformedCall
-    sink.start(name)
-    schemas = sink.parameters(name)
+    writer.start_call(name)
+    schemas = writer.parameter_schemas(name)
     between = "{"
     yield from buffer.skip_space()
     while (yield from buffer.starts_with((head,))):
         fields = yield from _fields(buffer, syntax.parameter, ())
         key = fields.get("{key}", "")
-        sink.arguments(f"{between}{quote_json(key)}: ")
+        writer.write_arguments(f"{between}{quote_json(key)}: ")
         between = ", "
         if MISSING in fields:
-            sink.arguments("null")
-            sink.warn("a parameter of a tool call has no value")
+            writer.write_arguments("null")
+            writer.warn("a parameter of a tool call has no value")
             yield from buffer.skip_space()
             continue
-        yield from _value(buffer, syntax, section, sink, _kind(fields, schemas.get(key)))
+        yield from _value(buffer, syntax, section, writer, _parameter_kind(fields, schemas.get(key)))
         yield from buffer.skip_space()
     if buffer.window or not buffer.cut:
-        sink.arguments("{}" if between == "{" else "}")
+        writer.write_arguments("{}" if between == "{" else "}")
     if syntax.function_end:
         yield from buffer.take_literal(syntax.function_end)
-    sink.end()
+    writer.end_call()
 
 
-def _kind(fields: dict[str, str], schema: object) -> ParameterKind:
+def _parameter_kind(fields: dict[str, str], schema: object) -> ParameterKind:
+    """Return how a value of the schema is written if strings have no quotes."""
     if "{string}" in fields:
         return "text" if fields["{string}"] == "true" else "json"
-    return parameter_kind(schema)
+    if not isinstance(schema, Mapping):
+        return "either"
+    types = _types(schema)
+    if types == {"string"}:
+        return "text"
+    if types == {"string", "null"}:
+        return "optional"
+    return "json" if types and "string" not in types else "either"
 
 
 def _fields(buffer: TextBuffer, template: str, after: tuple[str, ...]) -> Parser[dict[str, str]]:
@@ -97,19 +110,19 @@ def _blank(buffer: TextBuffer, literal: str) -> Parser[bool]:
 
 
 def _value(
-    buffer: TextBuffer, syntax: Tagged, section: CallSection, sink: CallSink, kind: ParameterKind
+    buffer: TextBuffer, syntax: Tagged, section: CallSection, writer: EventWriter, kind: ParameterKind
 ) -> Parser[None]:
     collected: list[str] = []
     streams = kind == "text"
 
     def emit(text: str) -> None:
         if streams:
-            sink.arguments(quote_json(text)[1:-1])
+            writer.write_arguments(quote_json(text)[1:-1])
         else:
             collected.append(text)
 
     if streams:
-        sink.arguments('"')
+        writer.write_arguments('"')
     end = markers(syntax.value_end.strip(), gap="line" if syntax.value_end[:1].isspace() else "none")
     while True:
         match = yield from buffer.read_until(end, emit)
@@ -117,9 +130,9 @@ def _value(
             break
         emit(match.text)
     if not match.marker and buffer.cut:
-        sink.arguments("".join(collected))
+        writer.write_arguments("".join(collected))
         return
-    sink.arguments('"' if streams else _as_json("".join(collected), kind))
+    writer.write_arguments('"' if streams else _as_json("".join(collected), kind))
 
 
 def _follows(buffer: TextBuffer, syntax: Tagged, section: CallSection) -> Parser[bool]:
@@ -129,7 +142,7 @@ def _follows(buffer: TextBuffer, syntax: Tagged, section: CallSection) -> Parser
         space += 1
     if space >= len(buffer.window):
         return True
-    ahead = [literal_parts(syntax.parameter)[0], syntax.function_end, section.close]
+    ahead = [leading_text(syntax.parameter), syntax.function_end, section.close]
     while not buffer.ended:
         rest = buffer.window[space:]
         if not any(len(text) > len(rest) and text.startswith(rest) for text in ahead):
@@ -149,3 +162,18 @@ def _as_json(text: str, kind: ParameterKind) -> str:
     except DECODE_ERRORS:
         return quote_json(text)
     return stripped
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """Return the types that the schema allows; empty if unknown."""
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return {declared}
+    if isinstance(declared, list | tuple):
+        return {name for name in declared if isinstance(name, str)}
+    values = schema.get("enum")
+    if isinstance(values, list | tuple) and values and all(isinstance(value, str) for value in values):
+        return {"string"}
+    variants = schema.get("anyOf") or schema.get("oneOf")
+    match = [_types(each) if isinstance(each, Mapping) else set[str]() for each in variants or ()]
+    return set[str]().union(*match) if all(match) else set()

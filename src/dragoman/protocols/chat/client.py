@@ -15,67 +15,50 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dragoman.core.errors import DECODE_ERRORS, BadAnswer, StreamCutOff
-from dragoman.core.events import Event
+from dragoman.core.errors import DECODE_ERRORS, BadAnswer
 from dragoman.core.request import (
     Constraint,
     GenerationRequest,
     Grammar,
-    Image,
     JsonObject,
     JsonSchema,
     Logprobs,
     Message,
     OneOf,
+    Part,
     Reasoning,
     Regex,
-    Text,
     Thinking,
     Tool,
     ToolCall,
     ToolChoice,
 )
-from dragoman.protocols.client import error_classifier, reply_fields, request_fields, usage_fields
-from dragoman.protocols.client.reply_draft import BaseReplyReader
+from dragoman.protocols import reply_fields, request_fields
+from dragoman.protocols.json_body import without_nulls
+from dragoman.protocols.reply_fields import arguments_text, list_of, object_of
+from dragoman.protocols.reply_reader import ClientProtocol, ReplyReader
 from dragoman.protocols.sse import SseFrame
 
-PATH = "/chat/completions"
 SUPPORTED_FIELDS = request_fields.SAMPLING | {
     *("documents", "template_options", "stop", "stop_token_ids", "ignore_eos", "logprobs", "thinking_budget"),
     *("json_object", "json_schema", "regex", "grammar", "one_of"),
     # Without `metadata`: OpenAI accepts it only for stored replies.
     *("user", "prompt_cache_key", "safety_identifier", "service_tier"),
 }
-DONE = "[DONE]"
 
 
 def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "model": request.model or None,
+        **request_fields.completion_fields(request, stream),
         "messages": [encoded for message in request.messages for encoded in _messages(message)],
         "tools": [_tool(tool) for tool in request.tools] or None,
         "documents": [dict(document) for document in request.documents] or None,
-        **generation_fields(request, stream),
         **_tool_choice(request.tool_choice, request.tools),
         **_thinking(request.thinking, request.template_options),
         **_response_format(request.constraint),
         **_logprobs(request.logprobs),
-        **request.labels,
     }
-    return {name: value for name, value in body.items() if value is not None}
-
-
-def generation_fields(request: GenerationRequest, stream: bool) -> dict[str, Any]:
-    """Encode the fields that chat completions and completions share; None marks an absent field."""
-    return {
-        "max_tokens": request.max_tokens,
-        "stop": list(request.stop) or None,
-        "stop_token_ids": list(request.stop_token_ids) or None,
-        "ignore_eos": request.ignore_eos or None,
-        **request_fields.sampling_fields(request.sampling),
-        "stream": stream or None,
-        "stream_options": {"include_usage": True} if stream else None,
-    }
+    return without_nulls(body)
 
 
 def _messages(message: Message) -> list[dict[str, Any]]:
@@ -89,7 +72,7 @@ def _messages(message: Message) -> list[dict[str, Any]]:
     # Few servers support the developer role; all support the system role.
     role = "system" if message.role == "developer" else message.role
     name = {"name": message.name} if message.name else {}
-    return [{"role": role, **name, "content": _content(request_fields.text_and_images(message))}]
+    return [{"role": role, **name, "content": _content(message.parts)}]
 
 
 def _assistant(message: Message) -> dict[str, Any]:
@@ -106,15 +89,8 @@ def _assistant(message: Message) -> dict[str, Any]:
     return encoded
 
 
-def _content(parts: Sequence[Text | Image]) -> str | list[dict[str, Any]]:
-    if not any(isinstance(part, Image) for part in parts):
-        return "".join(part.text for part in parts if isinstance(part, Text))
-    return [
-        {"type": "text", "text": part.text}
-        if isinstance(part, Text)
-        else {"type": "image_url", "image_url": {"url": request_fields.image_url(part)}}
-        for part in parts
-    ]
+def _content(parts: Sequence[Part]) -> str | list[dict[str, Any]]:
+    return request_fields.encode_content(parts, "text", lambda url: {"type": "image_url", "image_url": {"url": url}})
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
@@ -196,21 +172,8 @@ class _PlainChunk(msgspec.Struct):
 _plain_chunks = msgspec.json.Decoder(_PlainChunk)
 
 
-class ChatReader(BaseReplyReader):
-    def read_frame(self, frame: SseFrame) -> list[Event]:
-        data = frame.data.strip()
-        if data == DONE:
-            self._close()
-        elif (text := self.plain_text(frame)) is not None:
-            self._draft.add_text(text)
-        elif data:
-            body = reply_fields.parse(data)
-            error = error_classifier.error_from_frame(body, frame.event, data)
-            if error is not None:
-                raise error
-            if isinstance(body, dict):
-                self._chunk(body)
-        return self._draft.take_events()
+class ChatReader(ReplyReader):
+    ends_with_done = True
 
     def plain_text(self, frame: SseFrame) -> str | None:
         if frame.event:
@@ -220,57 +183,44 @@ class ChatReader(BaseReplyReader):
         except DECODE_ERRORS:
             return None
 
-    def read_body(self, body: Mapping[str, Any]) -> list[Event]:
+    def _read_whole(self, body: Mapping[str, Any]) -> None:
         if not isinstance(_first_choice(body), dict):
             raise BadAnswer(f"the reply has no choices: {reply_fields.excerpt(str(body))}")
-        self._chunk(body)
-        self._draft.finish()
-        return self._draft.take_events()
+        self._read_event("", body)
 
-    def end(self) -> list[Event]:
-        self._close()
-        return self._draft.take_events()
-
-    def _close(self) -> None:
-        if not self.can_finish:
-            raise StreamCutOff("the stream ended before the reply was complete: it has no finish_reason")
-        self._draft.finish()
-
-    def _chunk(self, body: Mapping[str, Any]) -> None:
-        self._read_usage(body)
+    def _read_event(self, kind: str, body: Mapping[str, Any]) -> None:
+        for field in (body.get("usage"), object_of(body.get("x_groq")).get("usage"), body.get("timings"), body):
+            usage = reply_fields.read_usage(field)
+            if usage is not None:
+                self._usage = usage
+                break
         choice = _first_choice(body)
         if choice is None:
             return
-        message = choice.get("delta") or choice.get("message")
-        logprobs = choice.get("logprobs")
-        self._draft.logprobs += reply_fields.logprobs(logprobs) if logprobs else ()
-        self._read_message(message if isinstance(message, dict) else {})
+        self._logprobs += reply_fields.logprobs(choice.get("logprobs"))
+        self._read_message(object_of(choice.get("delta") or choice.get("message")))
         if isinstance(choice.get("text"), str):
-            self._draft.add_text(choice["text"])
+            self._add_text(choice["text"])
         reason = choice.get("finish_reason") or choice.get("done_reason")
         if reason:
-            self._draft.set_finish_reason(reason, choice.get("stop_reason"))
-
-    def _read_usage(self, body: Mapping[str, Any]) -> None:
-        groq = body.get("x_groq")
-        groq_usage = groq.get("usage") if isinstance(groq, dict) else None
-        for field in (body.get("usage"), groq_usage, body.get("timings"), body):
-            usage = usage_fields.read_usage(field)
-            if usage is not None:
-                self._draft.usage = usage
-                return
+            self._set_finish_reason(reason, choice.get("stop_reason"))
 
     def _read_message(self, message: Mapping[str, Any]) -> None:
-        draft = self._draft
         for kind, text in reply_fields.message_texts(message):
             if kind == "thought":
-                draft.add_reasoning(text)
+                self._add_reasoning(text)
             else:
-                draft.add_text(text)
-        calls = message.get("tool_calls")
-        for call in [*(calls if isinstance(calls, list) else ()), message.get("function_call")]:
+                self._add_text(text)
+        for call in [*list_of(message.get("tool_calls")), message.get("function_call")]:
             if isinstance(call, dict):
-                draft.add_events(draft.calls.add(call))
+                function = call["function"] if isinstance(call.get("function"), dict) else call
+                name, arguments = _name(function.get("name")), arguments_text(function.get("arguments"))
+                self._add_call(call.get("index"), _name(call.get("id")), name, arguments)
+
+
+def _name(value: object) -> str:
+    """Return a name or an id, which some servers send as a number."""
+    return "" if value is None else str(value)
 
 
 def _first_choice(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -279,3 +229,6 @@ def _first_choice(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if isinstance(choices, list):
         return next((choice for choice in choices if isinstance(choice, dict) and not choice.get("index")), None)
     return body if isinstance(body.get("message"), dict) else None
+
+
+PROTOCOL = ClientProtocol("chat", "/chat/completions", SUPPORTED_FIELDS, encode, ChatReader)

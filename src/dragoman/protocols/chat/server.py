@@ -1,15 +1,17 @@
 """Server side of chat completions: decodes requests and encodes replies, streams and errors.
 
-stream := role-chunk (content-chunk)* finish-chunk      for every choice, interleaved
-          usage-chunk?  "[DONE]"
+    content   := text | part* | null
+    assistant := reasoning? content call*
+    stream    := role-chunk (content-chunk)* finish-chunk      for every choice, interleaved
+                 usage-chunk?  "[DONE]"
 
-The fields of a request are decoded in `conversation` (messages), `tools`, `response_format`, `thinking` and `openai`
-(sampling).
+Reasoning is read from the first of `reasoning_content`, `reasoning`, `reasoning_details` and `thinking_blocks` that has
+text. A tool result does not need a matching call.
 """
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -26,10 +28,21 @@ from dragoman.core.events import (
     ToolCallStart,
     Usage,
 )
+from dragoman.core.features import Feature
 from dragoman.core.reply import Choice, Reply
-from dragoman.core.request import Asked, Delivery, GenerationRequest, Logprobs, Text
-from dragoman.protocols import json_body, openai, thinking_fields
-from dragoman.protocols.chat import conversation, response_format, tools
+from dragoman.core.request import (
+    Asked,
+    Delivery,
+    GenerationRequest,
+    Logprobs,
+    Message,
+    Reasoning,
+    Text,
+    ToolCall,
+    ToolResult,
+)
+from dragoman.protocols import json_body, openai, response_format, thinking
+from dragoman.protocols.chat import tools
 
 MAX_TEMPLATE_OPTIONS = 32
 MAX_OPTION_BYTES = 4096
@@ -38,8 +51,33 @@ BETWEEN_TEXTS = "\n\n"
 OPTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class CallField(msgspec.Struct, frozen=True):
+    function: CalledFunction | None = None
+    id: str | None = None
+    type: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: openai.Content = None
+    name: str | None = None
+    tool_calls: list[CallField] | None = None
+    tool_call_id: str | None = None
+    is_error: bool | None = None
+    function_call: CalledFunction | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    reasoning_details: list[dict[str, Any]] | None = None
+    thinking_blocks: list[dict[str, Any]] | None = None
+
+
 class ChatFields(openai.SamplingFields, frozen=True, kw_only=True):
-    messages: list[conversation.ChatMessage]
+    messages: list[ChatMessage]
     max_tokens: openai.Count | None = None
     max_completion_tokens: openai.Count | None = None
     logprobs: bool | None = None
@@ -54,35 +92,30 @@ class ChatFields(openai.SamplingFields, frozen=True, kw_only=True):
     safety_identifier: str | None = None
 
 
-CHAT = Asked("chat", "messages")
-OTHER_FIELDS = tools.FIELDS | response_format.FIELDS | thinking_fields.FIELDS
+OTHER_FIELDS = tools.FIELDS | response_format.FIELDS | thinking.FIELDS
 
 
 def decode(body: bytes) -> GenerationRequest:
     parsed = json_body.parse(body)
     fields = json_body.convert(parsed, ChatFields)
     _check(fields)
-    asked = [CHAT, *openai.requested_features(fields, parsed, OTHER_FIELDS)]
-    messages = [conversation.decode(message, f"messages[{at}]", asked) for at, message in enumerate(fields.messages)]
-    _note_options(fields, asked)
+    asked = [Asked(Feature.CHAT, "messages"), *openai.requested_features(fields, parsed, OTHER_FIELDS)]
+    messages = [_message(message, f"messages[{at}]", asked) for at, message in enumerate(fields.messages)]
+    asked += [Asked(Feature(name), name) for name in ("logprobs", "documents", "store") if getattr(fields, name)]
+    if fields.service_tier not in (None, "auto", "default"):
+        asked.append(Asked(Feature.SERVICE_TIER, "service_tier"))
     offered, choice = tools.decode(parsed, asked)
     options = fields.stream_options or openai.ChatStreamOptions()
     return GenerationRequest(
-        model=fields.model or "",
+        **openai.decode_common(fields),
         messages=tuple(messages),
         tools=offered,
         tool_choice=choice,
         constraint=response_format.decode(parsed, asked),
-        thinking=thinking_fields.decode(parsed, asked),
+        thinking=thinking.decode(parsed, asked),
         documents=tuple(fields.documents or ()),
         template_options=_template_options(parsed.get("chat_template_kwargs"), asked),
-        sampling=openai.decode_sampling(fields),
-        keep_seconds=openai.retention_seconds(fields.prompt_cache_retention),
-        labels=openai.decode_labels(fields),
         max_tokens=fields.max_completion_tokens or fields.max_tokens,
-        stop=openai.decode_stops(fields.stop),
-        stop_token_ids=tuple(fields.stop_token_ids or ()),
-        ignore_eos=bool(fields.ignore_eos),
         logprobs=Logprobs(fields.top_logprobs or 0) if fields.logprobs else None,
         choices=fields.n or 1,
         delivery=Delivery(stream=bool(fields.stream), usage=bool(options.include_usage)),
@@ -99,17 +132,53 @@ def _check(fields: ChatFields) -> None:
         raise BadRequest("top_logprobs: requires logprobs: true", param="top_logprobs")
 
 
-def _note_options(fields: ChatFields, asked: list[Asked]) -> None:
-    asked += [Asked(name, name) for name in ("logprobs", "documents", "store") if getattr(fields, name)]
-    if fields.service_tier not in (None, "auto", "default"):
-        asked.append(Asked("service_tier", "service_tier"))
+def _message(field: ChatMessage, path: str, asked: list[Asked]) -> Message:
+    content = openai.decode_content(field.content, openai.CHAT_PARTS, f"{path}.content", asked)
+    if field.role == "tool" or field.role == "function":
+        call_id = field.tool_call_id or field.name or ""
+        return Message("tool", (ToolResult(call_id, content, bool(field.is_error)),), field.name)
+    if field.role != "assistant":
+        if field.content is None:
+            raise BadRequest(f"{path}.content: a {field.role} message needs content", param=f"{path}.content")
+        return Message(field.role, content, field.name)
+    text = field.reasoning_content or field.reasoning
+    text = text or _join_text(field.reasoning_details) or _join_text(field.thinking_blocks)
+    reasoning = (Reasoning(text),) if text else ()
+    return Message("assistant", (*reasoning, *content, *_calls(field, path, asked)), field.name)
+
+
+def _join_text(blocks: list[dict[str, Any]] | None) -> str:
+    texts = [block.get(name) for block in blocks or () for name in ("text", "thinking", "summary")]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _calls(field: ChatMessage, path: str, asked: list[Asked]) -> list[ToolCall]:
+    calls = []
+    for at, call in enumerate(field.tool_calls or ()):
+        inner = f"{path}.tool_calls[{at}]"
+        if call.function is not None:
+            calls.append(_call(call.id or f"call_{at}", call.function))
+        elif call.type in (None, "function"):
+            raise json_body.missing_field(f"{inner}.function")
+        else:
+            # There is no value for other kinds of calls; the feature makes the server reject the request.
+            asked.append(Asked(Feature.CUSTOM_TOOLS, f"{inner}.type"))
+    if field.function_call is not None:
+        calls.append(_call(field.function_call.name, field.function_call))
+    return calls
+
+
+def _call(call_id: str, function: CalledFunction) -> ToolCall:
+    arguments = function.arguments
+    text = msgspec.json.encode(arguments).decode() if isinstance(arguments, dict) else arguments or "{}"
+    return ToolCall(call_id, function.name, text)
 
 
 def _template_options(field: dict[str, Any] | None, asked: list[Asked]) -> dict[str, Any]:
     """Return the template variables that `thinking` does not handle."""
     if field is None:
         return {}
-    known = thinking_fields.TemplateSwitches.__struct_fields__
+    known = thinking.TemplateSwitches.__struct_fields__
     options = {name: value for name, value in field.items() if name not in known and value is not None}
     if len(options) > MAX_TEMPLATE_OPTIONS:
         raise BadRequest(f"chat_template_kwargs: at most {MAX_TEMPLATE_OPTIONS} keys", param="chat_template_kwargs")
@@ -121,7 +190,7 @@ def _template_options(field: dict[str, Any] | None, asked: list[Asked]) -> dict[
         path = f"chat_template_kwargs.{name}"
         if len(msgspec.json.encode(value)) > MAX_OPTION_BYTES:
             raise BadRequest(f"{path}: at most {MAX_OPTION_BYTES} bytes", param=path)
-        asked.append(Asked("template_options", path))
+        asked.append(Asked(Feature.TEMPLATE_OPTIONS, path))
     return options
 
 

@@ -6,23 +6,18 @@
 
 `functions` and `function_call` are the older fields for the same. A request that uses only those gets its reply in the
 older form: see `is_legacy`. Tools of other types are valid but unsupported.
-
-The checks used by every protocol are here too: tool names, the number of tools, and the schema of the arguments.
 """
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
 
 from dragoman.core.errors import BadRequest, quote
+from dragoman.core.features import Feature
 from dragoman.core.request import Asked, GenerationRequest, Tool, ToolChoice
 from dragoman.protocols import json_body
-
-Mode = Literal["auto", "none", "required", "named"]
-NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
-MAX_TOOLS = 1024
+from dragoman.protocols.tools import check_count, decode_tool, duplicate_error, no_tools_error
 
 
 class FunctionField(msgspec.Struct, frozen=True):
@@ -66,48 +61,32 @@ class ToolFields(msgspec.Struct, frozen=True):
 
 
 FIELDS = frozenset(ToolFields.__struct_fields__)
-AUTO = ToolChoice()
-
-
-def check_name(name: str | None, path: str) -> str:
-    if name is None:
-        raise json_body.missing_field(path)
-    if not NAME.fullmatch(name):
-        raise BadRequest(f"{path}: expected 1 to 128 letters, digits or . _ - : /", param=path)
-    return name
-
-
-def check_schema(schema: Mapping[str, Any] | None, path: str) -> None:
-    """Check that the schema allows an object; it may omit the type or allow other types too."""
-    kind = (schema or {}).get("type")
-    if kind is not None and kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        where = f"{path}.type"
-        raise BadRequest(f"{where}: must be 'object', not {quote(kind)}", param=where)
-
-
-def check_count(count: int, path: str) -> None:
-    if count > MAX_TOOLS:
-        raise BadRequest(f"{path}: at most {MAX_TOOLS} tools, not {count}", param=path)
-
-
-def no_tools_error(path: str) -> BadRequest:
-    return BadRequest(f"{path}: a tool call is required, but the request has no tools", param=path)
 
 
 def decode(parsed: dict[str, Any], asked: list[Asked]) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """Return the tools that the choice allows, and the choice."""
     if parsed.keys().isdisjoint(FIELDS):
-        return (), AUTO
+        return (), ToolChoice()
     fields = json_body.convert(parsed, ToolFields)
     asked_before = len(asked)
     if fields.tools or fields.functions:
         name = "tools" if fields.tools else "functions"
         check_count(len(fields.tools or ()) + len(fields.functions or ()), name)
-        asked.append(Asked("tools", name))
-    tools = _tools(fields, asked)
-    choice, tools = _choice(fields, tools, asked)
-    if not any(entry.feature == "custom_tools" for entry in asked[asked_before:]):
-        _check(choice, tools, _choice_field_name(fields))
-    return tools, choice
+        asked.append(Asked(Feature.TOOLS, name))
+    tools: dict[str, Tool] = {}
+    for path, function in _functions(fields, asked):
+        tool = decode_tool(path, function.name, function.description, function.parameters, function.strict, asked)
+        if tool.name in tools:
+            raise duplicate_error(tool.name, path)
+        tools[tool.name] = tool
+    choice, allowed = _choice(fields, tools, asked)
+    if not any(entry.feature == Feature.CUSTOM_TOOLS for entry in asked[asked_before:]):
+        path = _choice_field_name(fields)
+        if choice.mode in ("required", "named") and not allowed:
+            raise no_tools_error(path)
+        if choice.mode == "named" and choice.name not in allowed:
+            raise BadRequest(f"{path}: no tool named {quote(choice.name)}", param=path)
+    return tuple(allowed.values()), choice
 
 
 def is_legacy(request: GenerationRequest) -> bool:
@@ -115,27 +94,12 @@ def is_legacy(request: GenerationRequest) -> bool:
     return "functions" in [asked.param for asked in request.asked]
 
 
-def _tools(fields: ToolFields, asked: list[Asked]) -> tuple[Tool, ...]:
-    tools: dict[str, Tool] = {}
-    for path, function in _functions(fields, asked):
-        where = f"{path}.name"
-        if check_name(function.name, where) in tools:
-            raise BadRequest(f"{where}: duplicate tool name {function.name!r}", param=where)
-        if function.strict:
-            asked.append(Asked("strict_tools", f"{path}.strict"))
-        schema_path = f"{path}.parameters"
-        check_schema(function.parameters, schema_path)
-        description, is_strict = function.description or "", bool(function.strict)
-        tools[function.name] = Tool(function.name, description, function.parameters, is_strict, schema_path)
-    return tuple(tools.values())
-
-
 def _functions(fields: ToolFields, asked: list[Asked]) -> Iterator[tuple[str, FunctionField]]:
     """Yield the functions of both fields with their paths."""
     for at, tool in enumerate(fields.tools or ()):
         path = f"tools[{at}]"
         if tool.type != "function":
-            asked.append(Asked("custom_tools", f"{path}.type"))
+            asked.append(Asked(Feature.CUSTOM_TOOLS, f"{path}.type"))
         elif tool.function is None:
             raise json_body.missing_field(f"{path}.function")
         else:
@@ -144,30 +108,25 @@ def _functions(fields: ToolFields, asked: list[Asked]) -> Iterator[tuple[str, Fu
         yield f"functions[{at}]", function
 
 
-def _choice(fields: ToolFields, tools: tuple[Tool, ...], asked: list[Asked]) -> tuple[ToolChoice, tuple[Tool, ...]]:
+def _choice(fields: ToolFields, tools: dict[str, Tool], asked: list[Asked]) -> tuple[ToolChoice, dict[str, Tool]]:
     """Return the tool choice and the tools that it allows."""
     # `function_call` cannot express a second call.
     parallel = fields.parallel_tool_calls is not False and (bool(fields.tools) or not fields.functions)
-    field = fields.tool_choice
-    if isinstance(field, ChatToolChoice) and field.type == "allowed_tools":
-        return _allowed(field.allowed_tools, tools, parallel, asked)
-    mode, name = _mode(fields, asked)
-    return ToolChoice(mode, name, parallel), tools
-
-
-def _mode(fields: ToolFields, asked: list[Asked]) -> tuple[Mode, str | None]:
-    """Return the mode and the name of the required function."""
     choice = fields.tool_choice or fields.function_call
     if isinstance(choice, ChatToolChoice):
+        if choice.type == "allowed_tools":
+            return _allowed(choice.allowed_tools, tools, parallel, asked)
         if choice.type != "function":
-            asked.append(Asked("custom_tools", "tool_choice.type"))
-            return "auto", None
+            asked.append(Asked(Feature.CUSTOM_TOOLS, "tool_choice.type"))
+            return ToolChoice(parallel=parallel), tools
         if choice.function is None:
             raise json_body.missing_field("tool_choice.function")
         choice = choice.function
     if choice == "required" or isinstance(choice, NamedFunction):
-        asked.append(Asked("constraint", _choice_field_name(fields)))
-    return ("named", choice.name) if isinstance(choice, NamedFunction) else (choice or "auto", None)
+        asked.append(Asked(Feature.CONSTRAINT, _choice_field_name(fields)))
+    if isinstance(choice, NamedFunction):
+        return ToolChoice("named", choice.name, parallel), tools
+    return ToolChoice(choice or "auto", None, parallel), tools
 
 
 def _choice_field_name(fields: ToolFields) -> str:
@@ -175,28 +134,20 @@ def _choice_field_name(fields: ToolFields) -> str:
 
 
 def _allowed(
-    field: AllowedTools | None, tools: tuple[Tool, ...], parallel: bool, asked: list[Asked]
-) -> tuple[ToolChoice, tuple[Tool, ...]]:
+    field: AllowedTools | None, tools: dict[str, Tool], parallel: bool, asked: list[Asked]
+) -> tuple[ToolChoice, dict[str, Tool]]:
     if field is None:
         raise json_body.missing_field("tool_choice.allowed_tools")
     check_count(len(field.tools), "tool_choice.allowed_tools.tools")
-    known = {tool.name for tool in tools}
     names: set[str] = set()
     for at, allowed in enumerate(field.tools):
         path = f"tool_choice.allowed_tools.tools[{at}]"
         if allowed.type != "function":
-            asked.append(Asked("custom_tools", f"{path}.type"))
-        elif allowed.function is None or allowed.function.name not in known:
+            asked.append(Asked(Feature.CUSTOM_TOOLS, f"{path}.type"))
+        elif allowed.function is None or allowed.function.name not in tools:
             raise BadRequest(f"{path}: not a tool of this request", param=path)
         else:
             names.add(allowed.function.name)
     if field.mode == "required":
-        asked.append(Asked("constraint", "tool_choice"))
-    return ToolChoice(field.mode, None, parallel), tuple(tool for tool in tools if tool.name in names)
-
-
-def _check(choice: ToolChoice, tools: Sequence[Tool], path: str) -> None:
-    if choice.mode in ("required", "named") and not tools:
-        raise no_tools_error(path)
-    if choice.mode == "named" and choice.name not in {tool.name for tool in tools}:
-        raise BadRequest(f"{path}: no tool named {quote(choice.name)}", param=path)
+        asked.append(Asked(Feature.CONSTRAINT, "tool_choice"))
+    return ToolChoice(field.mode, None, parallel), {name: tool for name, tool in tools.items() if name in names}

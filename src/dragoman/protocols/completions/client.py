@@ -6,29 +6,25 @@
 from typing import Any
 
 from dragoman.core.request import GenerationRequest
-from dragoman.protocols.chat import client as chat
-from dragoman.protocols.client import request_fields
+from dragoman.protocols import request_fields
+from dragoman.protocols.chat.client import ChatReader
+from dragoman.protocols.json_body import without_nulls
+from dragoman.protocols.reply_reader import ClientProtocol
 
-PATH = "/completions"
 SUPPORTED_FIELDS = request_fields.SAMPLING | {
-    "prompts",
-    "suffix",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "logprobs",
-    "user",
+    *("prompts", "suffix", "stop", "stop_token_ids", "ignore_eos", "logprobs", "user"),
 }
-CompletionsReader = chat.ChatReader
 
 
 def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
     prompt = request.prompt
     body: dict[str, Any] = {
-        "model": request.model or None,
+        **request_fields.completion_fields(request, stream),
         "prompt": prompt if isinstance(prompt, str) else list(prompt or ()),
         "suffix": request.suffix,
         "logprobs": None if request.logprobs is None else request.logprobs.top,
-        **chat.generation_fields(request, stream),
     }
-    return {name: value for name, value in body.items() if value is not None}
+    return without_nulls(body)
+
+
+PROTOCOL = ClientProtocol("completions", "/completions", SUPPORTED_FIELDS, encode, ChatReader)

@@ -11,13 +11,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-from dragoman.core.detokenizer import Detokenizer
 from dragoman.core.errors import BadRequest
-from dragoman.core.events import Event, Finished, Started, TextDelta, TokenLogprob, Usage
+from dragoman.core.events import Detokenizer, Event, Finished, Started, TextDelta, TokenLogprob, Usage
+from dragoman.core.features import Feature
 from dragoman.core.reply import Choice, Reply
 from dragoman.core.request import Asked, Delivery, GenerationRequest, Logprobs
-from dragoman.protocols import json_body, openai
-from dragoman.protocols.chat import response_format
+from dragoman.protocols import json_body, openai, response_format
 
 MAX_PROMPTS = 1024
 
@@ -41,16 +40,12 @@ def decode(body: bytes) -> GenerationRequest:
     echo = bool(fields.echo)
     asked = [*_asked(fields, prompts), *openai.requested_features(fields, parsed, response_format.FIELDS)]
     return GenerationRequest(
-        model=fields.model or "",
+        **openai.decode_common(fields),
         prompts=prompts,
         suffix=fields.suffix or None,
         echo=echo,
         constraint=response_format.decode(parsed, asked),
-        sampling=openai.decode_sampling(fields),
         max_tokens=fields.max_tokens,
-        stop=openai.decode_stops(fields.stop),
-        stop_token_ids=tuple(fields.stop_token_ids or ()),
-        ignore_eos=bool(fields.ignore_eos),
         logprobs=None if fields.logprobs is None else Logprobs(fields.logprobs, prompt=echo),
         choices=fields.n or 1,
         best_of=fields.best_of or 1,
@@ -66,7 +61,7 @@ def _prompts(field: str | list[Any]) -> tuple[str | tuple[int, ...], ...]:
     if not field:
         raise BadRequest("prompt: must not be empty", param="prompt")
     if isinstance(field[0], int):
-        return (openai.decode_token_ids(field, "prompt"),)
+        return (json_body.convert(field, openai.TokenIds, "prompt"),)
     if len(field) > MAX_PROMPTS:
         raise BadRequest(f"prompt: at most {MAX_PROMPTS} prompts in one request", param="prompt")
     return tuple(_one_prompt(entry, f"prompt[{at}]") for at, entry in enumerate(field))
@@ -76,7 +71,7 @@ def _one_prompt(entry: object, path: str) -> str | tuple[int, ...]:
     if isinstance(entry, str):
         return entry
     if isinstance(entry, list) and entry:
-        return openai.decode_token_ids(entry, path)
+        return json_body.convert(entry, openai.TokenIds, path)
     raise BadRequest(f"{path}: expected a string or a list of token ids", param=path)
 
 
@@ -95,17 +90,17 @@ def _check(fields: CompletionFields, prompts: Sequence[object]) -> None:
 
 
 def _asked(fields: CompletionFields, prompts: Sequence[object]) -> list[Asked]:
-    asked = [Asked("completion", "prompt")]
+    asked = [Asked(Feature.COMPLETION, "prompt")]
     if any(isinstance(prompt, tuple) for prompt in prompts):
-        asked.append(Asked("token_prompt", "prompt"))
+        asked.append(Asked(Feature.TOKEN_PROMPT, "prompt"))
     if fields.suffix:
-        asked.append(Asked("infill", "suffix"))
+        asked.append(Asked(Feature.INFILL, "suffix"))
     if fields.logprobs is not None:
-        asked.append(Asked("prompt_logprobs" if fields.echo else "logprobs", "logprobs"))
+        asked.append(Asked(Feature.PROMPT_LOGPROBS if fields.echo else Feature.LOGPROBS, "logprobs"))
     if fields.return_token_ids:
-        asked.append(Asked("token_ids", "return_token_ids"))
+        asked.append(Asked(Feature.TOKEN_IDS, "return_token_ids"))
     if (fields.best_of or 1) > (fields.n or 1):
-        asked += [Asked("best_of", "best_of"), Asked("logprobs", "best_of")]
+        asked += [Asked(Feature.BEST_OF, "best_of"), Asked(Feature.LOGPROBS, "best_of")]
     return asked
 
 
@@ -132,15 +127,12 @@ class LegacyLogprobs:
         return {
             "tokens": [_token(entry) for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [_top_logprobs(entry) for entry in entries],
+            "top_logprobs": [
+                None if entry.logprob is None else {_token(other): other.logprob for other in entry.top}
+                for entry in entries
+            ],
             "text_offset": offsets,
         }
-
-
-def _top_logprobs(entry: TokenLogprob) -> dict[str, float | None] | None:
-    if entry.logprob is None:
-        return None
-    return {_token(other): other.logprob for other in entry.top}
 
 
 def _token(entry: TokenLogprob) -> str:

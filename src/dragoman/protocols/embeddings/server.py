@@ -11,9 +11,10 @@ import msgspec
 
 from dragoman.core.embeddings import MAX_INPUTS, Embedding, EmbeddingRequest, Input
 from dragoman.core.errors import BadRequest
+from dragoman.core.features import Feature
 from dragoman.core.request import Asked
 from dragoman.protocols import json_body
-from dragoman.protocols.openai import decode_token_ids
+from dragoman.protocols.openai import TokenIds
 
 
 class EmbeddingFields(msgspec.Struct, frozen=True):
@@ -44,7 +45,7 @@ def input_path(request: EmbeddingRequest, at: int) -> str:
 
 def unknown_features(parsed: dict[str, Any], struct: type[msgspec.Struct]) -> tuple[Asked, ...]:
     return tuple(
-        Asked("unknown", name) for name in json_body.unknown_fields(parsed, struct) if parsed[name] is not None
+        Asked(Feature.UNKNOWN, name) for name in json_body.unknown_fields(parsed, struct) if parsed[name] is not None
     )
 
 
@@ -61,7 +62,7 @@ def _input(entry: object, path: str) -> Input:
         raise BadRequest(f"{path}: expected a string or a list of token ids", param=path)
     if not entry:
         raise BadRequest(f"{path}: must not be empty", param=path)
-    return entry if isinstance(entry, str) else decode_token_ids(entry, path)
+    return entry if isinstance(entry, str) else json_body.convert(entry, TokenIds, path)
 
 
 def encode_reply(request: EmbeddingRequest, embeddings: Sequence[Embedding]) -> dict[str, Any]:

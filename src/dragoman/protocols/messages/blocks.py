@@ -1,28 +1,32 @@
-"""Decodes the content blocks of a message.
+"""The content blocks of messages, in both directions, and their `cache_control`.
 
-    block     := {type: one of DECODERS, …}
-    signature := "dgm1." base64(blake2b(thinking))
+    block         := {type: one of DECODERS, cache_control?, …}
+    signature     := "dgm1." base64(blake2b(thinking))
+    cache_control := {type: ephemeral, ttl?: 5m | 1h}        of the request, a tool, or a block of system or messages
 
 Rules
 1. Documents, search results and the results of server tools become text between tags.
 2. Content without a matching value is dropped and added to `asked`, which makes the server reject the request.
 3. A thinking block may have no signature or one of another server. A signature of Dragoman must match the text.
+4. Call arguments that are not a JSON object, as in a truncated reply, are encoded as {"INVALID_JSON": text}.
+5. The whole prompt is cached, for the longest time that any `cache_control` requests. For upstream servers, the parts
+   of the prompt that have one are recorded. It is a hint: an engine without a cache answers all the same.
 """
 
 import base64
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import msgspec
 
-from dragoman.core.errors import BadRequest, quote
+from dragoman.core.errors import DECODE_ERRORS, BadRequest, quote
+from dragoman.core.features import Feature
 from dragoman.core.request import Asked, Image, Part, Reasoning, Text, ToolCall, ToolResult
 from dragoman.protocols import json_body
 
 Block = dict[str, Any]
 Content = str | list[Block]
-Decoder = Callable[[Block, str, list[Asked]], Part | None]
 SIGNATURE_PREFIX = "dgm1."
 _SIGNATURE_KEY = b"dragoman thought signature 1"
 """The same for every server, so that a conversation can continue on another one. A signature detects changes only."""
@@ -94,9 +98,56 @@ class CompactionBlock(msgspec.Struct, frozen=True):
     content: str | None = None
 
 
+class OtherBlock(msgspec.Struct, frozen=True):
+    """A block of which no field is required."""
+
+    type: str
+    content: Any = None
+    tabs: Any = None
+    tool_name: Any = ""
+
+
 def sign(thinking: str) -> str:
     digest = hashlib.blake2b(thinking.encode(), key=_SIGNATURE_KEY, digest_size=24).digest()
     return SIGNATURE_PREFIX + base64.b64encode(digest).decode()
+
+
+def encode_part(part: Part) -> Block:
+    """Encode a part of a message, for a request or a reply."""
+    if isinstance(part, Text):
+        return {"type": "text", "text": part.text}
+    if isinstance(part, Reasoning):
+        if part.signature and not part.text:
+            return {"type": "redacted_thinking", "data": part.signature}
+        return {"type": "thinking", "thinking": part.text, "signature": part.signature or sign(part.text)}
+    if isinstance(part, ToolCall):
+        return {"type": "tool_use", "id": part.id, "name": part.name, "input": _encode_input(part.arguments)}
+    if isinstance(part, Image):
+        return {"type": "image", "source": _encode_source(part)}
+    block: Block = {"type": "tool_result", "tool_use_id": part.call_id}
+    content = [encode_part(inner) for inner in part.content if inner != Text("")]
+    return block | ({"content": content} if content else {}) | ({"is_error": True} if part.is_error else {})
+
+
+def _encode_source(image: Image) -> dict[str, Any]:
+    if image.data is not None:
+        data = base64.b64encode(image.data).decode()
+        return {"type": "base64", "media_type": image.media_type or "image/png", "data": data}
+    head, comma, data = (image.url or "").partition(",")
+    if comma and head.startswith("data:") and head.endswith(";base64"):
+        return {"type": "base64", "media_type": head[5:-7], "data": data}
+    return {"type": "url", "url": image.url}
+
+
+def _encode_input(arguments: str) -> msgspec.Raw | dict[str, str]:
+    """Return the JSON as the model wrote it, without decoding its values."""
+    if not arguments.strip():
+        return {}
+    try:
+        msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
+    except DECODE_ERRORS:
+        return {"INVALID_JSON": arguments}
+    return msgspec.Raw(arguments.encode())
 
 
 def decode(content: Content, path: str, asked: list[Asked], allowed: frozenset[str]) -> list[Part]:
@@ -110,16 +161,16 @@ def _part(block: Block, path: str, asked: list[Asked], allowed: frozenset[str]) 
     kind = block.get("type")
     if kind is None:
         raise json_body.missing_field(f"{path}.type")
-    decoder = DECODERS.get(kind) if isinstance(kind, str) else None
-    if decoder is None:
+    if not isinstance(kind, str) or kind not in DECODERS:
         raise BadRequest(f"{path}.type: unknown block type {quote(kind)}", param=f"{path}.type")
     if kind not in allowed:
         raise BadRequest(f"{path}.type: {kind} blocks are not allowed here", param=f"{path}.type")
-    return decoder(block, path, asked)
+    struct, decoder = DECODERS[kind]
+    return decoder(json_body.convert(block, struct, path), path, asked)
 
 
-def _image(block: Block, path: str, asked: list[Asked]) -> Part:
-    source = json_body.convert(block, ImageBlock, path).source
+def _image(block: ImageBlock, path: str, asked: list[Asked]) -> Part:
+    source = block.source
     if source.type == "url" and source.url is not None:
         image = Image(url=source.url)
     elif source.type == "base64" and source.data is not None:
@@ -129,7 +180,7 @@ def _image(block: Block, path: str, asked: list[Asked]) -> Part:
             raise BadRequest(f"{path}.source.data: invalid base64", param=f"{path}.source.data") from None
     else:
         return _unsupported_source(source, path, asked)
-    asked.append(Asked("images", path))
+    asked.append(Asked(Feature.IMAGES, path))
     return image
 
 
@@ -138,14 +189,13 @@ def _unsupported_source(source: ContentSource, path: str, asked: list[Asked]) ->
     required = {"base64": "data", "url": "url", "text": "data", "content": "content"}.get(source.type)
     if required is not None and getattr(source, required) is None:
         raise json_body.missing_field(f"{path}.source.{required}")
-    asked.append(Asked("files", f"{path}.source"))
+    asked.append(Asked(Feature.FILES, f"{path}.source"))
     return Text("")
 
 
-def _document(block: Block, path: str, asked: list[Asked]) -> Part:
-    fields = json_body.convert(block, DocumentBlock, path)
-    source = fields.source
-    _note_citations(fields.citations, path, asked)
+def _document(block: DocumentBlock, path: str, asked: list[Asked]) -> Part:
+    source = block.source
+    _note_citations(block.citations, path, asked)
     if source.type == "text" and source.data is not None:
         body = source.data
     elif source.type == "content" and source.content is not None:
@@ -155,54 +205,37 @@ def _document(block: Block, path: str, asked: list[Asked]) -> Part:
         body = "\n".join(part.text for part in inner if isinstance(part, Text))
     else:
         return _unsupported_source(source, path, asked)
-    return _tagged("document", {"title": fields.title, "context": fields.context}, body)
+    return _tagged("document", body, title=block.title, context=block.context)
 
 
-def _search_result(block: Block, path: str, asked: list[Asked]) -> Part:
-    fields = json_body.convert(block, SearchResultBlock, path)
-    _note_citations(fields.citations, path, asked)
-    body = "\n".join(text.text for text in fields.content)
-    return _tagged("search_result", {"source": fields.source, "title": fields.title}, body)
+def _search_result(block: SearchResultBlock, path: str, asked: list[Asked]) -> Part:
+    _note_citations(block.citations, path, asked)
+    body = "\n".join(text.text for text in block.content)
+    return _tagged("search_result", body, source=block.source, title=block.title)
 
 
 def _note_citations(citations: Citations | None, path: str, asked: list[Asked]) -> None:
     if citations is not None and citations.enabled:
-        asked.append(Asked("citations", f"{path}.citations"))
+        asked.append(Asked(Feature.CITATIONS, f"{path}.citations"))
 
 
-def _tagged(tag: str, attributes: dict[str, str | None], body: str) -> Text:
+def _tagged(tag: str, body: str, **attributes: str | None) -> Text:
     """Return the body as text between tags, after its attributes."""
     lines = [f"<{name}>{value}</{name}>" for name, value in attributes.items() if value]
     return Text("\n".join([f"<{tag}>", *lines, body, f"</{tag}>"]))
 
 
-def _thinking(block: Block, path: str, asked: list[Asked]) -> Part:
-    fields = json_body.convert(block, ThinkingBlock, path)
-    signature = fields.signature or ""
-    if signature.startswith(SIGNATURE_PREFIX) and signature != sign(fields.thinking):
+def _thinking(block: ThinkingBlock, path: str, asked: list[Asked]) -> Part:
+    signature = block.signature or ""
+    if signature.startswith(SIGNATURE_PREFIX) and signature != sign(block.thinking):
         raise BadRequest(f"{path}.signature: does not match the thinking text", param=f"{path}.signature")
-    return Reasoning(fields.thinking, fields.signature or None)
+    return Reasoning(block.thinking, signature or None)
 
 
-def _tool_use(block: Block, path: str, asked: list[Asked]) -> Part:
-    fields = json_body.convert(block, ToolUseBlock, path)
-    return ToolCall(fields.id, fields.name, _json(fields.input or {}))
-
-
-def _tool_result(block: Block, path: str, asked: list[Asked]) -> Part:
-    fields = json_body.convert(block, ToolResultBlock, path)
-    parts = [] if fields.content is None else decode(fields.content, f"{path}.content", asked, RESULT_TYPES)
+def _tool_result(block: ToolResultBlock, path: str, asked: list[Asked]) -> Part:
+    parts = [] if block.content is None else decode(block.content, f"{path}.content", asked, RESULT_TYPES)
     shown = tuple(part for part in parts if isinstance(part, Text | Image))
-    return ToolResult(fields.tool_use_id, shown, bool(fields.is_error))
-
-
-def _server_call(block: Block, path: str, asked: list[Asked]) -> Part:
-    fields = json_body.convert(block, ServerCallBlock, path)
-    return _tagged("server_tool_use", {"name": fields.name}, _json(fields.input or {}))
-
-
-def _server_result(block: Block, path: str, asked: list[Asked]) -> Part:
-    return _tagged(block["type"], {}, _json(_without_encrypted(block.get("content"))))
+    return ToolResult(block.tool_use_id, shown, bool(block.is_error))
 
 
 def _without_encrypted(value: Any) -> Any:
@@ -214,55 +247,62 @@ def _without_encrypted(value: Any) -> Any:
     return value
 
 
-def _compaction(block: Block, path: str, asked: list[Asked]) -> Part | None:
-    summary = json_body.convert(block, CompactionBlock, path).content
-    return None if summary is None else _tagged("summary", {}, summary)
+def _drop(feature: Feature | None = None) -> "Decoder":
+    """Return a decoder that drops the block and reports the feature, if any."""
 
+    def decode_block(block: Any, path: str, asked: list[Asked]) -> None:
+        if feature is not None:
+            asked.append(Asked(feature, path))
 
-def _drop(feature: str) -> Decoder:
-    """Return a decoder that drops the block and reports the feature."""
-
-    def decode_block(block: Block, path: str, asked: list[Asked]) -> None:
-        asked.append(Asked(feature, path))
-
-    return decode_block
+    return OtherBlock, decode_block
 
 
 def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
+Decoder = tuple[type[msgspec.Struct], Callable[[Any, str, list[Asked]], Part | None]]
 ENCRYPTED = frozenset({"encrypted_content", "encrypted_index", "encrypted_stdout", "signature", "cache_control"})
 RESULT_TYPES = frozenset({"text", "image", "document", "search_result", "tool_reference", "browser_state"})
+SERVER_CALLS = ("server_tool_use", "mcp_tool_use")
+SERVER_RESULTS = (
+    *("web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result", "mcp_tool_result"),
+    *("bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result"),
+    "advisor_tool_result",
+)
+_server_call: Decoder = (
+    ServerCallBlock,
+    lambda block, path, asked: _tagged("server_tool_use", _json(block.input or {}), name=block.name),
+)
+_server_result: Decoder = (
+    OtherBlock,
+    lambda block, path, asked: _tagged(block.type, _json(_without_encrypted(block.content))),
+)
 DECODERS: dict[str, Decoder] = {
-    "text": lambda block, path, asked: Text(json_body.convert(block, TextBlock, path).text),
-    "image": _image,
-    "document": _document,
-    "search_result": _search_result,
-    "thinking": _thinking,
-    "redacted_thinking": lambda block, path, asked: Reasoning(
-        "", json_body.convert(block, RedactedThinkingBlock, path).data
+    "text": (TextBlock, lambda block, path, asked: Text(block.text)),
+    "image": (ImageBlock, _image),
+    "document": (DocumentBlock, _document),
+    "search_result": (SearchResultBlock, _search_result),
+    "thinking": (ThinkingBlock, _thinking),
+    "redacted_thinking": (RedactedThinkingBlock, lambda block, path, asked: Reasoning("", block.data)),
+    "tool_use": (
+        ToolUseBlock,
+        lambda block, path, asked: ToolCall(block.id, block.name, _json(block.input or {})),
     ),
-    "tool_use": _tool_use,
-    "tool_result": _tool_result,
-    "tool_reference": lambda block, path, asked: Text(str(block.get("tool_name", ""))),
-    "browser_state": lambda block, path, asked: _tagged("browser_state", {}, _json({"tabs": block.get("tabs")})),
-    "server_tool_use": _server_call,
-    "mcp_tool_use": _server_call,
-    "web_search_tool_result": _server_result,
-    "web_fetch_tool_result": _server_result,
-    "code_execution_tool_result": _server_result,
-    "bash_code_execution_tool_result": _server_result,
-    "text_editor_code_execution_tool_result": _server_result,
-    "tool_search_tool_result": _server_result,
-    "mcp_tool_result": _server_result,
-    "advisor_tool_result": _server_result,
-    "compaction": _compaction,
-    "container_upload": _drop("files"),
-    "tool_addition": _drop("tool_changes"),
-    "tool_removal": _drop("tool_changes"),
-    "mcp_tool_listing": lambda block, path, asked: None,
-    "fallback": lambda block, path, asked: None,
+    "tool_result": (ToolResultBlock, _tool_result),
+    "tool_reference": (OtherBlock, lambda block, path, asked: Text(str(block.tool_name))),
+    "browser_state": (OtherBlock, lambda block, path, asked: _tagged("browser_state", _json({"tabs": block.tabs}))),
+    **dict.fromkeys(SERVER_CALLS, _server_call),
+    **dict.fromkeys(SERVER_RESULTS, _server_result),
+    "compaction": (
+        CompactionBlock,
+        lambda block, path, asked: None if block.content is None else _tagged("summary", block.content),
+    ),
+    "container_upload": _drop(Feature.FILES),
+    "tool_addition": _drop(Feature.TOOL_CHANGES),
+    "tool_removal": _drop(Feature.TOOL_CHANGES),
+    "mcp_tool_listing": _drop(),
+    "fallback": _drop(),
 }
 ALLOWED: dict[str, frozenset[str]] = {
     "system": frozenset({"text", "tool_addition", "tool_removal"}),
@@ -270,3 +310,51 @@ ALLOWED: dict[str, frozenset[str]] = {
     "assistant": frozenset(DECODERS) - {"tool_result"},
 }
 """The block types that a message of each role may have."""
+
+SHORT_SECONDS, LONG_SECONDS = 300.0, 3600.0
+TTL_SECONDS = {"5m": SHORT_SECONDS, "1h": LONG_SECONDS}
+PromptPart = Literal["tools", "system", "messages"]
+
+
+class CacheControl(msgspec.Struct, frozen=True):
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+def decode_cache_control(parsed: dict[str, Any]) -> tuple[float, tuple[PromptPart, ...]]:
+    """Return how many seconds to cache the prompt, and the parts of the prompt with a `cache_control`.
+
+    The `cache_control` of the request itself belongs to the messages. Blocks that are not objects are skipped.
+    """
+    blocks: dict[PromptPart, Iterator[tuple[str, Block]]] = {
+        "tools": _objects(parsed.get("tools"), "tools"),
+        "system": _objects(parsed.get("system"), "system"),
+        "messages": _message_blocks(parsed),
+    }
+    seconds = {
+        part: max([_cache_seconds(block, path) for path, block in found], default=0.0) for part, found in blocks.items()
+    }
+    return max(seconds.values()), tuple(part for part in seconds if seconds[part])
+
+
+def _message_blocks(parsed: dict[str, Any]) -> Iterator[tuple[str, Block]]:
+    yield "", parsed
+    for outer, message in _objects(parsed.get("messages"), "messages"):
+        for path, block in _objects(message.get("content"), f"{outer}.content"):
+            yield path, block
+            yield from _objects(block.get("content"), f"{path}.content")
+
+
+def _objects(content: Any, path: str) -> Iterator[tuple[str, Block]]:
+    if isinstance(content, list):
+        yield from ((f"{path}[{at}]", entry) for at, entry in enumerate(content) if isinstance(entry, dict))
+
+
+def _cache_seconds(block: Block, path: str) -> float:
+    control = block.get("cache_control")
+    if control is None:
+        return 0.0
+    where = f"{path}.cache_control".lstrip(".")
+    if not isinstance(control, dict):
+        raise BadRequest(f'{where}: expected an object such as {{"type": "ephemeral"}}', param=where)
+    return TTL_SECONDS[json_body.convert(control, CacheControl, where).ttl or "5m"]

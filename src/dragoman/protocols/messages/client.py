@@ -10,17 +10,14 @@ Rules
 4. `message_stop`, or the end of a stream after its `stop_reason`, completes a reply.
 """
 
-import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from dragoman.core.errors import DECODE_ERRORS, BadAnswer, StreamCutOff
-from dragoman.core.events import Event
+from dragoman.core.errors import DECODE_ERRORS, BadAnswer
 from dragoman.core.request import (
     GenerationRequest,
-    Image,
     JsonSchema,
     Message,
     Part,
@@ -28,32 +25,24 @@ from dragoman.core.request import (
     Text,
     Thinking,
     Tool,
-    ToolCall,
     ToolChoice,
-    ToolResult,
 )
-from dragoman.protocols.client import error_classifier, reply_fields, request_fields, usage_fields
-from dragoman.protocols.client.reply_draft import BaseReplyReader
-from dragoman.protocols.client.tool_calls import NewId, arguments_text, new_id
+from dragoman.protocols import reply_fields, request_fields
+from dragoman.protocols.json_body import without_nulls
+from dragoman.protocols.messages.blocks import SHORT_SECONDS, Block, encode_part
+from dragoman.protocols.reply_fields import arguments_text, dict_key, object_of, text_of
+from dragoman.protocols.reply_reader import ClientProtocol, NewId, ReplyReader, new_id
 from dragoman.protocols.sse import SseFrame
 
-PATH = "/messages"
 SUPPORTED_FIELDS = frozenset(
-    {
-        *("temperature", "top_p", "top_k", "seed", "stop", "thinking_budget", "json_object", "json_schema"),
-        *("cache_control", "user"),
-    }
-)
-LONG_SECONDS = 300.0
-"""A longer time needs `ttl: 1h`."""
+    ("temperature", "top_p", "top_k", "seed", "stop", "thinking_budget", "json_object", "json_schema")
+) | {"cache_control", "user"}
 DEFAULT_MAX_TOKENS = 4096
 """`max_tokens` is required; every Anthropic model can generate this many."""
 MIN_THINKING_BUDGET = 1024
 CACHEABLE = ("text", "image", "tool_use", "tool_result")
 """Block types that accept `cache_control`."""
 TOOL_CHOICES = {"auto": "auto", "none": "none", "required": "any", "named": "tool"}
-
-Block = dict[str, Any]
 
 
 def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
@@ -77,12 +66,12 @@ def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
         **request_fields.sampling_fields(request.sampling),
     }
     _add_cache_control(body, request)
-    return {name: value for name, value in body.items() if value is not None}
+    return without_nulls(body)
 
 
 def _add_cache_control(body: dict[str, Any], request: GenerationRequest) -> None:
     """Mark the ends of the prompt parts that the request wants cached."""
-    control = {"type": "ephemeral"} | ({"ttl": "1h"} if request.keep_seconds > LONG_SECONDS else {})
+    control = {"type": "ephemeral"} | ({"ttl": "1h"} if request.keep_seconds > SHORT_SECONDS else {})
     if "tools" in request.keep_at and body["tools"]:
         body["tools"][-1]["cache_control"] = control
     if "system" in request.keep_at and body["system"]:
@@ -96,7 +85,7 @@ def _merge_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     merged: list[dict[str, Any]] = []
     for message in messages:
         role = "assistant" if message.role == "assistant" else "user"
-        blocks = [block for part in message.parts for block in _blocks(part)]
+        blocks = [encode_part(part) for part in message.parts if _can_send(part)]
         if merged and merged[-1]["role"] == role:
             merged[-1]["content"] += blocks
         else:
@@ -107,49 +96,9 @@ def _merge_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [entry for entry in merged if entry["content"]] or [{"role": "user", "content": ""}]
 
 
-def _blocks(part: Part) -> list[Block]:
-    if isinstance(part, Text):
-        return [{"type": "text", "text": part.text}] if part.text else []
-    if isinstance(part, Image):
-        return [{"type": "image", "source": _source(part)}]
-    if isinstance(part, Reasoning):
-        return _reasoning(part)
-    if isinstance(part, ToolCall):
-        return [{"type": "tool_use", "id": part.id, "name": part.name, "input": _input(part.arguments)}]
-    return [_result(part)]
-
-
-def _source(image: Image) -> dict[str, Any]:
-    if image.data is not None:
-        data = base64.b64encode(image.data).decode()
-        return {"type": "base64", "media_type": image.media_type or "image/png", "data": data}
-    head, comma, data = (image.url or "").partition(",")
-    if comma and head.startswith("data:") and head.endswith(";base64"):
-        return {"type": "base64", "media_type": head[5:-7], "data": data}
-    return {"type": "url", "url": image.url}
-
-
-def _reasoning(part: Reasoning) -> list[Block]:
-    if part.signature is None:
-        return []
-    if not part.text:
-        return [{"type": "redacted_thinking", "data": part.signature}]
-    return [{"type": "thinking", "thinking": part.text, "signature": part.signature}]
-
-
-def _input(arguments: str) -> Any:
-    try:
-        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except DECODE_ERRORS:
-        return {"INVALID_JSON": arguments}
-
-
-def _result(result: ToolResult) -> Block:
-    block: Block = {"type": "tool_result", "tool_use_id": result.call_id}
-    content = [inner for part in result.content for inner in _blocks(part)]
-    if content:
-        block["content"] = content
-    return {**block, "is_error": True} if result.is_error else block
+def _can_send(part: Part) -> bool:
+    """Servers reject empty texts and reasoning without a signature."""
+    return part.signature is not None if isinstance(part, Reasoning) else part != Text("")
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
@@ -201,7 +150,7 @@ class _PlainEvent(msgspec.Struct, tag_field="type", tag="content_block_delta"):
 _plain_events = msgspec.json.Decoder(_PlainEvent)
 
 
-class MessagesReader(BaseReplyReader):
+class MessagesReader(ReplyReader):
     def __init__(self, make_id: NewId = new_id, check_calls: bool = True) -> None:
         super().__init__(make_id, check_calls)
         self._open: dict[object, Block] = {}
@@ -216,98 +165,69 @@ class MessagesReader(BaseReplyReader):
         except DECODE_ERRORS:
             return None
 
-    def read_frame(self, frame: SseFrame) -> list[Event]:
-        data = frame.data.strip()
-        if not data or data == "[DONE]":
-            return []
-        body = reply_fields.parse(data)
-        error = error_classifier.error_from_frame(body, frame.event, data)
-        if error is not None:
-            raise error
-        if isinstance(body, dict):
-            self._event(body.get("type") or frame.event, body)
-        return self._draft.take_events()
-
-    def read_body(self, body: Mapping[str, Any]) -> list[Event]:
+    def _read_whole(self, body: Mapping[str, Any]) -> None:
         content = body.get("content")
         if not isinstance(content, list | str):
             raise BadAnswer(f"the reply has no content: {reply_fields.excerpt(str(body))}")
-        self._draft.usage = usage_fields.read_usage(body.get("usage"))
+        self._usage = reply_fields.read_usage(body.get("usage"))
         for at, block in enumerate(content if isinstance(content, list) else [{"type": "text", "text": content}]):
             if isinstance(block, dict):
                 self._start(at, block)
-                self._stop(at)
-        self._draft.set_finish_reason(body.get("stop_reason") or "end_turn", body.get("stop_sequence"))
-        self._draft.finish()
-        return self._draft.take_events()
+                self._stop_block(at)
+        self._set_finish_reason(body.get("stop_reason") or "end_turn", body.get("stop_sequence"))
 
-    def end(self) -> list[Event]:
-        self._close()
-        return self._draft.take_events()
-
-    def _close(self) -> None:
-        if not self.can_finish:
-            raise StreamCutOff("the stream ended before the reply was complete: it has no stop_reason")
-        self._draft.finish()
-
-    def _event(self, kind: object, body: Mapping[str, Any]) -> None:
-        draft = self._draft
+    def _read_event(self, kind: str, body: Mapping[str, Any]) -> None:
+        index, delta = dict_key(body.get("index")), object_of(body.get("delta"))
         if kind == "content_block_delta":
-            self._delta(reply_fields.dict_key(body.get("index")), _object(body.get("delta")))
+            self._delta(index, delta)
         elif kind == "content_block_start":
-            self._start(reply_fields.dict_key(body.get("index")), _object(body.get("content_block")))
+            self._start(index, object_of(body.get("content_block")))
         elif kind == "content_block_stop":
-            self._stop(reply_fields.dict_key(body.get("index")))
+            self._stop_block(index)
         elif kind == "message_start":
-            draft.usage = usage_fields.read_usage(_object(body.get("message")).get("usage"), draft.usage)
+            self._usage = reply_fields.read_usage(object_of(body.get("message")).get("usage"), self._usage)
         elif kind == "message_delta":
-            delta = _object(body.get("delta"))
-            draft.usage = usage_fields.read_usage(body.get("usage"), draft.usage)
+            self._usage = reply_fields.read_usage(body.get("usage"), self._usage)
             if delta.get("stop_reason"):
-                draft.set_finish_reason(delta["stop_reason"], delta.get("stop_sequence"))
+                self._set_finish_reason(delta["stop_reason"], delta.get("stop_sequence"))
         elif kind == "message_stop":
             self._close()
 
     def _start(self, index: object, block: Block) -> None:
-        draft, kind = self._draft, block.get("type")
+        kind = block.get("type")
         self._open[index] = {"input": {}, **block}
         if kind == "text":
-            draft.add_text(_text(block.get("text")))
+            self._add_text(text_of(block.get("text")))
         elif kind == "thinking":
-            draft.add_reasoning(_text(block.get("thinking")))
-            self._signature = _text(block.get("signature"))
+            self._add_reasoning(text_of(block.get("thinking")))
+            self._signature = text_of(block.get("signature"))
         elif kind == "redacted_thinking":
-            draft.add_reasoning("", _text(block.get("data")) or None)
+            self._add_reasoning("", text_of(block.get("data")) or None)
         elif kind == "tool_use":
-            draft.add_events(draft.calls.add_piece(index, _text(block.get("id")), _text(block.get("name")), ""))
+            self._add_call(index, text_of(block.get("id")), text_of(block.get("name")), "")
 
     def _delta(self, index: object, delta: Mapping[str, Any]) -> None:
-        draft, kind = self._draft, delta.get("type")
+        kind = delta.get("type")
         if kind == "text_delta":
-            draft.add_text(_text(delta.get("text")))
+            self._add_text(text_of(delta.get("text")))
         elif kind == "thinking_delta":
-            draft.add_reasoning(_text(delta.get("thinking")))
+            self._add_reasoning(text_of(delta.get("thinking")))
         elif kind == "signature_delta":
-            self._signature += _text(delta.get("signature"))
+            self._signature += text_of(delta.get("signature"))
         elif kind == "input_json_delta":
-            piece = _text(delta.get("partial_json"))
+            piece = text_of(delta.get("partial_json"))
             if piece:
                 self._open.setdefault(index, {})["input"] = None
-                draft.add_events(draft.calls.add_piece(index, "", "", piece))
+                self._add_call(index, "", "", piece)
 
-    def _stop(self, index: object) -> None:
+    def _stop_block(self, index: object) -> None:
         """Close a block. Its initial input counts if no input deltas followed."""
-        draft, block = self._draft, self._open.pop(index, {})
+        block = self._open.pop(index, {})
         if block.get("type") == "tool_use" and block.get("input") is not None:
-            draft.add_events(draft.calls.add_piece(index, "", "", arguments_text(block["input"] or {})))
+            self._add_call(index, "", "", arguments_text(block["input"] or {}))
         elif block.get("type") == "thinking" and self._signature:
-            draft.add_reasoning("", self._signature)
+            self._add_reasoning("", self._signature)
             self._signature = ""
 
 
-def _object(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
+PROTOCOL = ClientProtocol("messages", "/messages", SUPPORTED_FIELDS, encode, MessagesReader)

@@ -1,20 +1,27 @@
 """Decodes the tools of a request and the tool choice.
 
 tool        := {name, input_schema, …}                            run by the client
-             | {type: one of `anthropic_tools`, name, …}          run by the client, defined by Anthropic
+             | {type: one of DEFINITIONS, name, …}                run by the client, defined by Anthropic
              | {type, …}                                          run by a server: unsupported, added to `asked`
 tool_choice := {type: auto | any | tool | none, name?, disable_parallel_tool_use?}
+
+The types of Anthropic's own tools are bash_*, text_editor_*, computer_* and memory_*, where * is the date of a version.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from dragoman.core.errors import BadRequest, quote
+from dragoman.core.features import Feature
 from dragoman.core.request import Asked, Tool, ToolChoice
 from dragoman.protocols import json_body
-from dragoman.protocols.chat import tools as functions
-from dragoman.protocols.messages import anthropic_tools
+from dragoman.protocols.tools import check_count, decode_tool, duplicate_error, no_tools_error
+
+Schema = dict[str, Any]
+Definition = tuple[str, Schema]
+"""A description and the schema of the input."""
 
 
 class AnthropicTool(msgspec.Struct, frozen=True):
@@ -34,35 +41,32 @@ class AnthropicToolChoice(msgspec.Struct, frozen=True):
 def decode(
     fields: list[dict[str, Any]], choice: AnthropicToolChoice | None, asked: list[Asked]
 ) -> tuple[tuple[Tool, ...], ToolChoice]:
-    functions.check_count(len(fields), "tools")
+    check_count(len(fields), "tools")
     tools: dict[str, Tool] = {}
     for at, raw in enumerate(fields):
         path = f"tools[{at}]"
         tool = _tool(raw, path, asked)
         if tool is not None:
             if tool.name in tools:
-                raise BadRequest(f"{path}.name: duplicate tool name {tool.name!r}", param=f"{path}.name")
+                raise duplicate_error(tool.name, path)
             tools[tool.name] = tool
     if tools:
-        asked.append(Asked("tools", "tools"))
+        asked.append(Asked(Feature.TOOLS, "tools"))
     return tuple(tools.values()), _choice(choice, tools, fields, asked)
 
 
 def _tool(raw: dict[str, Any], path: str, asked: list[Asked]) -> Tool | None:
     field = json_body.convert(raw, AnthropicTool, path)
-    kind = field.type or "custom"
-    definition = None if kind == "custom" else anthropic_tools.find_definition(kind, raw)
-    if kind != "custom" and definition is None:
-        asked.append(Asked("server_tools", f"{path}.type"))
-        return None
-    name = functions.check_name(field.name, f"{path}.name")
-    if definition is None and field.input_schema is None:
+    description, schema = field.description, field.input_schema
+    if field.type not in (None, "custom"):
+        definition = _find_definition(field.type or "", raw)
+        if definition is None:
+            asked.append(Asked(Feature.SERVER_TOOLS, f"{path}.type"))
+            return None
+        description, schema = definition
+    elif schema is None and field.name is not None:
         raise json_body.missing_field(f"{path}.input_schema")
-    functions.check_schema(field.input_schema, f"{path}.input_schema")
-    if field.strict:
-        asked.append(Asked("strict_tools", f"{path}.strict"))
-    description, schema = definition or (field.description or "", field.input_schema)
-    return Tool(name, description, schema, bool(field.strict), f"{path}.input_schema")
+    return decode_tool(path, field.name, description, schema, field.strict, asked, "input_schema")
 
 
 def _choice(
@@ -76,11 +80,11 @@ def _choice(
     if field.type == "tool" and field.name is None:
         raise json_body.missing_field("tool_choice.name")
     if _requires_server_tool(field, tools, raw):
-        asked.append(Asked("server_tools", "tool_choice"))
+        asked.append(Asked(Feature.SERVER_TOOLS, "tool_choice"))
         return ToolChoice("auto", None, parallel)
-    asked.append(Asked("constraint", "tool_choice"))
+    asked.append(Asked(Feature.CONSTRAINT, "tool_choice"))
     if not tools:
-        raise functions.no_tools_error("tool_choice")
+        raise no_tools_error("tool_choice")
     if field.type == "any":
         return ToolChoice("required", None, parallel)
     if field.name not in tools:
@@ -93,3 +97,96 @@ def _requires_server_tool(field: AnthropicToolChoice, tools: dict[str, Tool], ra
     if field.type == "any":
         return bool(raw) and not tools
     return field.name not in tools and field.name in {tool.get("name") for tool in raw}
+
+
+def _find_definition(kind: str, field: Mapping[str, Any]) -> Definition | None:
+    """Return None for a tool that a server runs and for a set of tools."""
+    if "_toolset_" in kind:
+        return None
+    return next((define(kind, field) for prefix, define in DEFINITIONS.items() if kind.startswith(prefix)), None)
+
+
+def _object(properties: Schema, *required: str) -> Schema:
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+def _string(description: str) -> Schema:
+    return {"type": "string", "description": description}
+
+
+def _enum(*names: str) -> Schema:
+    return {"type": "string", "enum": list(names)}
+
+
+def _integers(count: int) -> Schema:
+    return {"type": "array", "items": {"type": "integer"}, "minItems": count, "maxItems": count}
+
+
+def _bash(kind: str, field: Mapping[str, Any]) -> Definition:
+    fields = {
+        "command": _string("The command to run. Required unless `restart` is set."),
+        "restart": {"type": "boolean", "description": "Restart the shell instead of running a command."},
+    }
+    return "Run a command in a bash shell that stays open between calls, and return its output.", _object(fields)
+
+
+FILES: Schema = {
+    "path": {"type": "string"},
+    "view_range": _integers(2) | {"description": "For view: the first and the last line to show, -1 for the end."},
+    "file_text": _string("For create: the text of the file."),
+    "old_str": _string("For str_replace: the text to replace; it must occur exactly once."),
+    "new_str": _string("For str_replace: the replacement text."),
+    "insert_line": {"type": "integer", "description": "For insert: the number of the line to insert after."},
+    "insert_text": _string("For insert: the text to insert."),
+}
+OLD_EDITORS = ("text_editor_20241022", "text_editor_20250124")
+
+
+def _text_editor(kind: str, field: Mapping[str, Any]) -> Definition:
+    commands, files = ["view", "create", "str_replace", "insert"], FILES
+    if kind in OLD_EDITORS:
+        commands.append("undo_edit")
+        files = FILES | {"new_str": _string("For str_replace and insert: the new text.")}
+        del files["insert_text"]
+    return "View, create and edit text files.", _object({"command": _enum(*commands)} | files, "command", "path")
+
+
+def _memory(kind: str, field: Mapping[str, Any]) -> Definition:
+    commands = _enum("view", "create", "str_replace", "insert", "delete", "rename")
+    paths = {"old_path": _string("For rename: the current path."), "new_path": _string("For rename: the new path.")}
+    description = (
+        "Keep notes in files under /memories that outlive this conversation. Read them first, save what matters."
+    )
+    return description, _object({"command": commands} | FILES | paths, "command")
+
+
+ACTIONS = (
+    *("screenshot", "key", "type", "hold_key", "wait"),
+    *("left_click", "right_click", "middle_click", "double_click", "triple_click", "left_click_drag"),
+    *("left_mouse_down", "left_mouse_up", "mouse_move", "cursor_position", "scroll"),
+)
+
+
+def _computer(kind: str, field: Mapping[str, Any]) -> Definition:
+    fields: Schema = {
+        "action": _enum(*ACTIONS),
+        "coordinate": _integers(2) | {"description": "Pixels from the left and from the top."},
+        "start_coordinate": _integers(2) | {"description": "For left_click_drag: the start."},
+        "text": _string("The text to type, the keys to press, or the keys held during a click."),
+        "scroll_direction": _enum("up", "down", "left", "right"),
+        "scroll_amount": {"type": "integer"},
+        "duration": {"type": "number", "description": "Seconds, for hold_key and wait."},
+    }
+    if field.get("enable_zoom"):
+        fields |= {"action": _enum(*ACTIONS, "zoom"), "region": _integers(4)}
+    width, height = field.get("display_width_px"), field.get("display_height_px")
+    size = f" The screen is {width} by {height} pixels." if width and height else ""
+    return f"View the screen and use the mouse and keyboard of a computer.{size}", _object(fields, "action")
+
+
+DEFINITIONS: dict[str, Callable[[str, Mapping[str, Any]], Definition]] = {
+    "bash_": _bash,
+    "text_editor_": _text_editor,
+    "computer_": _computer,
+    "memory_": _memory,
+}

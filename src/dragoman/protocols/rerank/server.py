@@ -52,16 +52,15 @@ def input_path(at: int) -> str:
 def encode_reply(request: RerankRequest, request_id: str, embeddings: Sequence[Embedding]) -> dict[str, Any]:
     """Rank the documents. `embeddings` has the query first; documents with equal scores keep their order."""
     query, *documents = embeddings
-    scores = [query.likeness(document) for document in documents]
+    scores = [query.cosine_similarity(document) for document in documents]
     ranked = sorted(range(len(scores)), key=lambda at: -scores[at])[: request.top]
     return {
         "id": request_id,
         "model": request.model,
-        "results": [_result(request, at, scores[at]) for at in ranked],
+        "results": [
+            {"index": at, "relevance_score": scores[at]}
+            | ({"document": {"text": request.documents[at]}} if request.return_documents else {})
+            for at in ranked
+        ],
         "usage": encode_usage(embeddings),
     }
-
-
-def _result(request: RerankRequest, at: int, score: float) -> dict[str, Any]:
-    result = {"index": at, "relevance_score": score}
-    return {**result, "document": {"text": request.documents[at]}} if request.return_documents else result

@@ -1,4 +1,4 @@
-"""Encodes tool calls. The model sees every tool as a function; the client sees calls of the tool's own type.
+"""Tool calls in both directions. The model sees every tool as a function; the client sees calls of the tool's own type.
 
     tool         parameters of the function                   item of the call
     function     its own                                      function_call
@@ -8,18 +8,25 @@
     apply_patch  type, path, diff                             apply_patch_call: an operation
     tool_search  its own                                      tool_search_call: arguments as an object
 
-A call whose arguments do not fit its item is encoded as a function_call, so that the model's output is not lost.
+Rules
+1. A call whose arguments do not fit its item is encoded as a function_call, so that the model's output is not lost.
+2. The text of a custom call is extracted while its arguments arrive. It does not depend on how they are split.
+3. Arguments that start differently than {"input": "…" are parsed when complete. The text is their `input`, or their
+   only string, or the arguments unchanged. If the reply is cut off, the text is the part of the string that arrived.
 """
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from dragoman.core.errors import DECODE_ERRORS
-from dragoman.protocols.responses import custom_tool_text
+from dragoman.protocols.json_body import without_nulls
 
 Kind = Literal["function", "custom", "local_shell", "shell", "apply_patch", "tool_search"]
+INPUT = "input"
 
 
 class ClientTool(msgspec.Struct, frozen=True):
@@ -30,6 +37,15 @@ class ClientTool(msgspec.Struct, frozen=True):
     namespace: str | None = None
 
 
+ITEM_TYPES: dict[Kind, str] = {
+    "function": "function_call",
+    "custom": "custom_tool_call",
+    "local_shell": "local_shell_call",
+    "shell": "shell_call",
+    "apply_patch": "apply_patch_call",
+    "tool_search": "tool_search_call",
+}
+CALLS = {item_type: kind for kind, item_type in ITEM_TYPES.items()}
 PREFIXES: dict[Kind, str] = {
     "function": "fc_",
     "custom": "ctc_",
@@ -48,7 +64,7 @@ def _object(required: tuple[str, ...], **properties: Any) -> Mapping[str, Any]:
 
 
 SCHEMAS: dict[Kind, Mapping[str, Any]] = {
-    "custom": _object((custom_tool_text.NAME,), **{custom_tool_text.NAME: _STRING}),
+    "custom": _object((INPUT,), **{INPUT: _STRING}),
     "local_shell": _object(("command",), command=_STRINGS, working_directory=_STRING, timeout_ms=_INTEGER),
     "shell": _object(("commands",), commands=_STRINGS, timeout_ms=_INTEGER, max_output_length=_INTEGER),
     "apply_patch": _object(
@@ -67,13 +83,13 @@ DESCRIPTIONS: dict[Kind, str] = {
 }
 
 
-class LocalShellArguments(msgspec.Struct, frozen=True):
+class LocalShellArguments(msgspec.Struct, frozen=True, omit_defaults=True):
     command: list[str] | str
     working_directory: str | None = None
     timeout_ms: int | None = None
 
 
-class ShellArguments(msgspec.Struct, frozen=True):
+class ShellArguments(msgspec.Struct, frozen=True, omit_defaults=True):
     commands: list[str]
     timeout_ms: int | None = None
     max_output_length: int | None = None
@@ -85,56 +101,56 @@ class PatchArguments(msgspec.Struct, frozen=True):
     diff: str | None = None
 
 
-def encode_call(tool: ClientTool, call_id: str, arguments: str, item: str, status: str) -> dict[str, Any]:
-    """Return the item of a call; `item` is the suffix of its id."""
-    if tool.kind == "custom":
-        return encode_custom(tool, call_id, custom_tool_text.extract_text(arguments), item, status)
-    fields = _encode_arguments(tool.kind, arguments)
-    if fields is None:
-        return encode_function(tool, call_id, arguments, item, status)
-    call = {"type": f"{tool.kind}_call", "id": PREFIXES[tool.kind] + item, "call_id": call_id}
-    # Arguments that can be parsed are complete, even if the reply was cut off.
-    return {**call, "status": "completed" if status == "incomplete" else status, **fields}
+class CallFields(msgspec.Struct, frozen=True):
+    """The item of a call; the fields depend on the type."""
+
+    call_id: str | None = None
+    id: str | None = None
+    name: str = ""
+    namespace: str | None = None
+    arguments: str | dict[str, Any] | None = None
+    input: str = ""
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
 
 
-def encode_function(tool: ClientTool, call_id: str, arguments: str, item: str, status: str) -> dict[str, Any]:
-    call = {"type": "function_call", "id": PREFIXES["function"] + item, "call_id": call_id, "name": tool.name}
-    return {**call, **_namespace(tool), "arguments": arguments, "status": status}
+def decode_arguments(kind: Kind, item: CallFields) -> str:
+    """Return the arguments of the function with which the model makes this call."""
+    if kind == "custom":
+        return json.dumps({INPUT: item.input}, ensure_ascii=False)
+    if kind in ("function", "tool_search"):
+        return to_text(item.arguments) if isinstance(item.arguments, dict) else item.arguments or "{}"
+    fields = (item.operation if kind == "apply_patch" else item.action) or {}
+    hidden = ("type", "env", "user") if kind == "local_shell" else ()
+    return to_text({name: value for name, value in fields.items() if value is not None and name not in hidden})
 
 
-def encode_custom(tool: ClientTool, call_id: str, text: str, item: str, status: str) -> dict[str, Any]:
-    call = {"type": "custom_tool_call", "id": PREFIXES["custom"] + item, "call_id": call_id, "name": tool.name}
-    return {**call, **_namespace(tool), "input": text, "status": status}
+def to_text(value: object) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def _namespace(tool: ClientTool) -> dict[str, str]:
-    return {} if tool.namespace is None else {"namespace": tool.namespace}
-
-
-def _encode_arguments(kind: Kind, arguments: str) -> dict[str, Any] | None:
-    encode = ENCODERS.get(kind)
+def encode_call(tool: ClientTool, call_id: str, text: str, item: str, status: str) -> dict[str, Any]:
+    """Return the item of a call. `text` is its arguments or the input of a custom tool, `item` the suffix of its id."""
     try:
-        return None if encode is None else encode(arguments)
+        fields = ENCODERS[tool.kind](text)
     except DECODE_ERRORS:
-        return None
+        tool, fields = ClientTool("function", tool.name, tool.namespace), {"arguments": text}
+    call = {"type": ITEM_TYPES[tool.kind], "id": PREFIXES[tool.kind] + item, "call_id": call_id, **fields}
+    if tool.kind in ("function", "custom"):
+        return call | {"name": tool.name, "status": status} | without_nulls({"namespace": tool.namespace})
+    # Arguments that can be parsed are complete, even if the reply was cut off.
+    return call | {"status": "completed" if status == "incomplete" else status}
 
 
 def _local_shell(arguments: str) -> dict[str, Any]:
     parsed = msgspec.json.decode(arguments, type=LocalShellArguments)
     command = ["bash", "-lc", parsed.command] if isinstance(parsed.command, str) else parsed.command
-    limits = {"working_directory": parsed.working_directory, "timeout_ms": parsed.timeout_ms}
-    return {"action": {"type": "exec", "command": command, "env": {}, **_without_nulls(limits)}}
+    return {"action": {"type": "exec", "env": {}, **msgspec.to_builtins(parsed), "command": command}}
 
 
 def _shell(arguments: str) -> dict[str, Any]:
     parsed = msgspec.json.decode(arguments, type=ShellArguments)
-    limits = {"timeout_ms": parsed.timeout_ms, "max_output_length": parsed.max_output_length}
-    return {"action": {"commands": parsed.commands, **_without_nulls(limits)}, "environment": None}
-
-
-def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """Some clients accept a missing field but not null."""
-    return {name: value for name, value in fields.items() if value is not None}
+    return {"action": msgspec.to_builtins(parsed), "environment": None}
 
 
 def _apply_patch(arguments: str) -> dict[str, Any]:
@@ -148,8 +164,102 @@ def _tool_search(arguments: str) -> dict[str, Any]:
 
 
 ENCODERS: dict[Kind, Callable[[str], dict[str, Any]]] = {
+    "function": lambda arguments: {"arguments": arguments},
+    "custom": lambda text: {"input": text},
     "local_shell": _local_shell,
     "shell": _shell,
     "apply_patch": _apply_patch,
     "tool_search": _tool_search,
 }
+
+_OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_MAX_OPENING = 64
+_TOKEN = re.compile(
+    r'(?P<plain>[^"\\]+)'
+    r"|\\u(?P<unit>[0-9a-fA-F]{4})"
+    r"|\\(?P<short>[^u])"
+    r'|(?P<end>")'
+    r"|(?P<part>\\(?:u[0-9a-fA-F]{0,3})?\Z)"
+    r"|(?P<odd>\\)",
+    re.DOTALL,
+)
+_SHORT = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
+_REPLACEMENT = "\ufffd"
+
+
+class TextExtractor:
+    """Extracts the text in the arguments of a custom tool while they arrive."""
+
+    def __init__(self) -> None:
+        self._prefix: list[str] | None = []
+        """The arguments before the string; None once it has started."""
+        self._may_start = True
+        self._escape = ""
+        """An incomplete escape sequence."""
+        self._high_surrogate: int | None = None
+        self._closed = False
+
+    def feed(self, arguments: str) -> str:
+        """Return the next piece of the text."""
+        if self._prefix is None:
+            return self._read(arguments)
+        self._prefix.append(arguments)
+        if not self._may_start:
+            return ""
+        start = "".join(self._prefix)
+        opening = _OPENING.match(start)
+        if opening is None or opening.end() > _MAX_OPENING:
+            self._may_start = len(start) < _MAX_OPENING
+            return ""
+        self._prefix = None
+        return self._read(start[opening.end() :])
+
+    def end(self) -> str:
+        return "" if self._prefix is None else _parse_complete("".join(self._prefix))
+
+    def _read(self, text: str) -> str:
+        if self._closed:
+            return ""
+        out: list[str] = []
+        text, self._escape = self._escape + text, ""
+        for token in _TOKEN.finditer(text):
+            kind, found = token.lastgroup, token[token.lastgroup or 0]
+            if kind == "part":
+                self._escape = found
+                break
+            if kind == "end":
+                self._closed = True
+                break
+            if kind == "unit":
+                out.append(self._unit(int(found, 16)))
+                continue
+            out.append(self._flush_surrogate())
+            out.append(_SHORT.get(found, found) if kind == "short" else found)
+        return "".join(out)
+
+    def _unit(self, unit: int) -> str:
+        """Decode a UTF-16 unit. A high surrogate waits for the low one."""
+        if 0xDC00 <= unit < 0xE000:
+            high, self._high_surrogate = self._high_surrogate, None
+            return _REPLACEMENT if high is None else chr(0x10000 + ((high - 0xD800) << 10) + unit - 0xDC00)
+        replaced = self._flush_surrogate()
+        if 0xD800 <= unit < 0xDC00:
+            self._high_surrogate = unit
+            return replaced
+        return replaced + chr(unit)
+
+    def _flush_surrogate(self) -> str:
+        high, self._high_surrogate = self._high_surrogate, None
+        return "" if high is None else _REPLACEMENT
+
+
+def _parse_complete(arguments: str) -> str:
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    if isinstance(parsed, dict):
+        values = [parsed[INPUT]] if INPUT in parsed else list(parsed.values())
+        if len(values) == 1 and isinstance(values[0], str):
+            parsed = values[0]
+    return parsed.encode("utf-8", "replace").decode() if isinstance(parsed, str) else arguments

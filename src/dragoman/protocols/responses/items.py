@@ -1,31 +1,51 @@
-"""Converts the items of a conversation to messages.
+"""The items of a conversation: converts them to messages, completes them for storage, and encodes pages of them.
 
-    turn  := reasoning* message? call*              one message of the assistant
-    input := (message | turn | output)*
+    turn              := reasoning* message? call*              one message of the assistant
+    input             := (message | turn | output)*
+    stored            := the item as it was sent, with a type, an id and a status, its content as parts
+    encrypted_content := "dgm1." base64(blake2b(text) text)
 
 Rules
 1. Consecutive items of the assistant are one message: its reasoning, its text, its calls.
 2. Ids, statuses and the type of a message are optional. An output need not have a matching call.
 3. Items without content for the model (hosted searches, reasoning encrypted by other servers) are skipped and named in
    the response headers.
+4. Encrypted reasoning is for clients that store the conversation but do not show the reasoning. It is not secret: the
+   key is the same on all servers, so that a conversation can continue on another server. The digest detects changes and
+   content of other origin.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import base64
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dragoman.core.errors import BadRequest
+from dragoman.core.errors import BadRequest, NotFound, quote
+from dragoman.core.features import Feature
 from dragoman.core.request import Asked, Image, Message, Part, Reasoning, Role, Text, ToolCall, ToolResult
 from dragoman.protocols import json_body
-from dragoman.protocols.responses import custom_tool_text, parts
-from dragoman.protocols.responses.calls import Kind
+from dragoman.protocols.openai import RESPONSE_PARTS, Content, ContentPart, decode_content, decode_limit
+from dragoman.protocols.responses.calls import CALLS, PREFIXES, CallFields, Kind, decode_arguments, to_text
 from dragoman.protocols.responses.tools import ToolSet
 
 Item = Mapping[str, Any]
 LocatedItem = tuple[str, dict[str, Any]]
 """The path of an item in the request, and the item."""
 MAX_ITEMS = 16_384
+PREFIX = "resp_"
+ENCRYPTED_PREFIX = "dgm1."
+_DIGEST_KEY = b"dragoman sealed thought 1"
+_DIGEST_SIZE = 24
+MAX_LIMIT, DEFAULT_LIMIT = 100, 20
+ID_PREFIXES = {item_type: PREFIXES[kind] for item_type, kind in CALLS.items()} | {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call_output": "fco_",
+    "custom_tool_call_output": "ctco_",
+}
+WITHOUT_STATUS = ("reasoning", "additional_tools", "compaction")
 
 
 class ItemId(msgspec.Struct, frozen=True):
@@ -36,24 +56,13 @@ class ItemId(msgspec.Struct, frozen=True):
 
 class MessageItem(msgspec.Struct, frozen=True):
     role: Literal["user", "assistant", "system", "developer"]
-    content: parts.Content = None
+    content: Content = None
 
 
 class ReasoningItem(msgspec.Struct, frozen=True):
-    summary: list[parts.ContentPart] | None = None
-    content: list[parts.ContentPart] | None = None
+    summary: list[ContentPart] | None = None
+    content: list[ContentPart] | None = None
     encrypted_content: str | None = None
-
-
-class CallItem(msgspec.Struct, frozen=True):
-    call_id: str | None = None
-    id: str | None = None
-    name: str = ""
-    namespace: str | None = None
-    arguments: str | dict[str, Any] | None = None
-    input: str = ""
-    action: dict[str, Any] | None = None
-    operation: dict[str, Any] | None = None
 
 
 class ShellOutput(msgspec.Struct, frozen=True):
@@ -70,7 +79,7 @@ class OutputItem(msgspec.Struct, frozen=True):
     status: str | None = None
 
 
-class McpCallItem(msgspec.Struct, frozen=True):
+class McpCall(msgspec.Struct, frozen=True):
     id: str
     name: str
     arguments: str = ""
@@ -78,18 +87,6 @@ class McpCallItem(msgspec.Struct, frozen=True):
     error: Any = None
 
 
-class OutputContent(msgspec.Struct, frozen=True):
-    output: parts.Content = None
-
-
-CALLS: dict[str, Kind] = {
-    "function_call": "function",
-    "custom_tool_call": "custom",
-    "local_shell_call": "local_shell",
-    "shell_call": "shell",
-    "apply_patch_call": "apply_patch",
-    "tool_search_call": "tool_search",
-}
 TOOL_SEARCH_OUTPUT = "tool_search_output"
 """May lack a call id, because a server may search without a call."""
 CALL_ID_IN_ID = ("local_shell_call_output", TOOL_SEARCH_OUTPUT)
@@ -151,13 +148,13 @@ class _MessageBuilder:
         elif kind == "reasoning":
             self._reasoning(path, json_body.convert(item, ReasoningItem, path))
         elif kind in CALLS:
-            self._call(CALLS[kind], path, json_body.convert(item, CallItem, path))
+            self._call(CALLS[kind], path, json_body.convert(item, CallFields, path))
         elif kind == "mcp_call":
-            self._mcp_call(json_body.convert(item, McpCallItem, path))
+            self._mcp_call(json_body.convert(item, McpCall, path))
         elif kind in OUTPUTS:
             self._output(kind, path, json_body.convert(item, OutputItem, path))
         elif kind not in WITHOUT_CONTENT:
-            self._asked.append(Asked("items", path))
+            self._asked.append(Asked(Feature.ITEMS, path))
 
     def end_turn(self) -> None:
         turn = (*self._reasoning_parts, *self._text_parts, *self._calls)
@@ -166,7 +163,7 @@ class _MessageBuilder:
         self._reasoning_parts, self._text_parts, self._calls = [], (), []
 
     def _message(self, path: str, item: MessageItem) -> None:
-        content = parts.decode(item.content, f"{path}.content", self._asked)
+        content = decode_content(item.content, RESPONSE_PARTS, f"{path}.content", self._asked)
         if item.role != "assistant":
             if item.content is None:
                 raise json_body.missing_field(f"{path}.content")
@@ -182,27 +179,32 @@ class _MessageBuilder:
 
     def _reasoning(self, path: str, item: ReasoningItem) -> None:
         encrypted = item.encrypted_content
-        text: str | None = _join_texts(item.content) or _join_texts(item.summary)
+        text: str | None
+        text = self._join_texts(item.content, f"{path}.content") or self._join_texts(item.summary, f"{path}.summary")
         if not text and encrypted:
-            text = parts.unseal(encrypted)
+            text = decode_reasoning(encrypted)
         if text is None:
-            self._asked.append(Asked("items", f"{path}.encrypted_content"))
+            self._asked.append(Asked(Feature.ITEMS, f"{path}.encrypted_content"))
         elif text:
             if self._text_parts or self._calls:
                 self.end_turn()
             self._reasoning_parts.append(Reasoning(text))
 
-    def _call(self, kind: Kind, path: str, item: CallItem) -> None:
+    def _join_texts(self, parts: list[ContentPart] | None, path: str) -> str:
+        decoded = decode_content(parts, RESPONSE_PARTS, path, self._asked)
+        return "\n\n".join(part.text for part in decoded if isinstance(part, Text))
+
+    def _call(self, kind: Kind, path: str, item: CallFields) -> None:
         name = item.name if kind in ("function", "custom") else kind
         if not name:
             raise json_body.missing_field(f"{path}.name")
         function = self._toolset.function_name(kind, name, item.namespace)
-        self._calls.append(ToolCall(item.call_id or item.id or "", function, _arguments(kind, item)))
+        self._calls.append(ToolCall(item.call_id or item.id or "", function, decode_arguments(kind, item)))
 
-    def _mcp_call(self, item: McpCallItem) -> None:
+    def _mcp_call(self, item: McpCall) -> None:
         self._calls.append(ToolCall(item.id, item.name, item.arguments or "{}"))
         failed = item.error is not None
-        output = _to_text(item.error) if failed else item.output or ""
+        output = to_text(item.error) if failed else item.output or ""
         self._add("tool", (ToolResult(item.id, (Text(output),), failed),))
 
     def _output(self, kind: str, path: str, item: OutputItem) -> None:
@@ -213,33 +215,14 @@ class _MessageBuilder:
         self._add("tool", (ToolResult(call_id or "", content, item.status == "failed"),))
 
 
-def _join_texts(texts: Sequence[parts.ContentPart] | None) -> str:
-    return "\n\n".join(part.text for part in texts or () if isinstance(part, parts.ResponseTextPart))
-
-
-def _arguments(kind: Kind, item: CallItem) -> str:
-    """Return the arguments of the function with which the model makes this call."""
-    if kind == "custom":
-        return custom_tool_text.wrap(item.input)
-    if kind in ("function", "tool_search"):
-        return _to_text(item.arguments) if isinstance(item.arguments, dict) else item.arguments or "{}"
-    fields = (item.operation if kind == "apply_patch" else item.action) or {}
-    hidden = ("type", "env", "user") if kind == "local_shell" else ()
-    return _to_text({name: value for name, value in fields.items() if value is not None and name not in hidden})
-
-
-def _to_text(value: object) -> str:
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
-
-
 OutputDecoder = Callable[[OutputItem, str, list[Asked]], tuple[Text | Image, ...]]
 
 
 def _decode_output(item: OutputItem, path: str, asked: list[Asked]) -> tuple[Text | Image, ...]:
     if not isinstance(item.output, list):
-        return () if item.output is None else (Text(_to_text(item.output)),)
-    inner = path.removesuffix(".output")
-    return parts.decode(json_body.convert({"output": item.output}, OutputContent, inner).output, path, asked)
+        return () if item.output is None else (Text(to_text(item.output)),)
+    content = json_body.convert(item.output, list[ContentPart], path)
+    return decode_content(content, RESPONSE_PARTS, path, asked)
 
 
 def _decode_shell_output(item: OutputItem, path: str, asked: list[Asked]) -> tuple[Text | Image, ...]:
@@ -268,3 +251,81 @@ OUTPUTS: dict[str, OutputDecoder] = {
     "shell_call_output": _decode_shell_output,
     TOOL_SEARCH_OUTPUT: _describe_tools,
 }
+
+
+def encode_reasoning(reasoning: str) -> str:
+    text = reasoning.encode()
+    return ENCRYPTED_PREFIX + base64.b64encode(_digest(text) + text).decode()
+
+
+def decode_reasoning(content: str) -> str | None:
+    """Return the reasoning; None for content that `encode_reasoning` did not produce."""
+    if not content.startswith(ENCRYPTED_PREFIX):
+        return None
+    try:
+        decoded = base64.b64decode(content.removeprefix(ENCRYPTED_PREFIX), validate=True)
+        digest, text = decoded[:_DIGEST_SIZE], decoded[_DIGEST_SIZE:]
+        return text.decode() if digest == _digest(text) else None
+    except ValueError:
+        return None
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.blake2b(text, key=_DIGEST_KEY, digest_size=_DIGEST_SIZE).digest()
+
+
+def storable_items(items: Iterable[Mapping[str, Any]], response_id: str) -> list[dict[str, Any]]:
+    suffix = response_id.removeprefix(PREFIX)
+    return [_stored_item(item, f"{suffix}_i{at}") for at, item in enumerate(items)]
+
+
+def _stored_item(item: Mapping[str, Any], suffix: str) -> dict[str, Any]:
+    kind = kind_of(item, "input")
+    stored = {**item, "type": kind, "id": item.get("id") or ID_PREFIXES.get(kind, "item_") + suffix}
+    if kind not in WITHOUT_STATUS:
+        stored["status"] = item.get("status") or "completed"
+    if kind == "reasoning":
+        stored["summary"] = item.get("summary") or []
+    if kind == "message":
+        stored["content"] = _content(item)
+    return stored
+
+
+def _content(message: Mapping[str, Any]) -> list[Any]:
+    content = message.get("content")
+    if isinstance(content, list):
+        return content
+    if message.get("role") == "assistant":
+        return [{"type": "output_text", "text": content or "", "annotations": [], "logprobs": []}]
+    return [{"type": "input_text", "text": content or ""}]
+
+
+class PageFields(msgspec.Struct, frozen=True):
+    limit: int = DEFAULT_LIMIT
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+
+
+def decode_page(query: Mapping[str, str]) -> PageFields:
+    limit, order = decode_limit(query, DEFAULT_LIMIT, MAX_LIMIT), query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise BadRequest("order: expected asc or desc", param="order")
+    return PageFields(limit, "asc" if order == "asc" else "desc", query.get("after"))
+
+
+def encode_page(items: Sequence[tuple[str, bytes]], page: PageFields) -> dict[str, Any]:
+    """Encode a page of items, given as pairs of id and JSON."""
+    ordered = list(items if page.order == "asc" else reversed(items))
+    if page.after is not None:
+        start = next((at for at, (item, _) in enumerate(ordered, 1) if item == page.after), None)
+        if start is None:
+            raise NotFound(f"after: the response has no item {quote(page.after)}", param="after")
+        ordered = ordered[start:]
+    listed = ordered[: page.limit]
+    return {
+        "object": "list",
+        "data": [msgspec.Raw(body) for _, body in listed],
+        "first_id": listed[0][0] if listed else "",
+        "last_id": listed[-1][0] if listed else "",
+        "has_more": len(ordered) > len(listed),
+    }

@@ -16,32 +16,33 @@ Rules
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from dragoman.core.errors import BadRequest, quote
+from dragoman.core.features import Feature
 from dragoman.core.request import Asked, Tool, ToolChoice
 from dragoman.protocols import json_body
-from dragoman.protocols.chat import tools as functions
 from dragoman.protocols.responses.calls import DESCRIPTIONS, SCHEMAS, ClientTool, Kind
-from dragoman.protocols.responses.fields import ResponseToolChoice, ToolChoiceField
+from dragoman.protocols.tools import check_count, check_name, decode_tool, duplicate_error, no_tools_error
 
-CLIENT_RUN: dict[str, Kind] = {
-    "local_shell": "local_shell",
-    "shell": "shell",
-    "apply_patch": "apply_patch",
-    "tool_search": "tool_search",
-}
+CLIENT_RUN: dict[str, Kind] = {kind: kind for kind in DESCRIPTIONS}
+"""The tools without a name that the client runs."""
+KNOWN = {"function", "custom", "namespace", *CLIENT_RUN}
 ChoiceTargets = dict[tuple[str, str | None, str | None], list[str]]
 """The function names that a choice selects, by its type, name and namespace."""
 
 
-class FunctionTool(msgspec.Struct, frozen=True):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+class ResponseToolChoice(msgspec.Struct, frozen=True):
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[dict[str, Any]] | None = None
+
+
+ToolChoiceField = Literal["none", "auto", "required"] | ResponseToolChoice | None
 
 
 class InputFormat(msgspec.Struct, frozen=True):
@@ -50,25 +51,19 @@ class InputFormat(msgspec.Struct, frozen=True):
     syntax: str | None = None
 
 
-class CustomTool(msgspec.Struct, frozen=True):
-    name: str
-    description: str | None = None
-    format: InputFormat | None = None
-
-
-class Namespace(msgspec.Struct, frozen=True):
-    name: str
-    tools: list[dict[str, Any]]
-    description: str | None = None
-
-
 class Environment(msgspec.Struct, frozen=True):
     type: str = "local"
 
 
-class BuiltinTool(msgspec.Struct, frozen=True):
+class ResponseTool(msgspec.Struct, frozen=True):
+    """A tool or a namespace; the fields depend on the type."""
+
+    name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: InputFormat | None = None
+    tools: list[dict[str, Any]] | None = None
     execution: str | None = None
     environment: Environment | None = None
 
@@ -100,7 +95,7 @@ def decode(
     for path, more in additional:
         decoder.read(path, more)
     if decoder.tools:
-        asked.append(Asked("tools", "tools" if tools else "input"))
+        asked.append(Asked(Feature.TOOLS, "tools" if tools else "input"))
     names = {tool: name for name, tool in decoder.client_tools.items()}
     return ToolSet(tuple(decoder.tools.values()), decoder.client_tools, names)
 
@@ -112,87 +107,73 @@ class _ToolDecoder:
         self.replaces = False
         self._asked = asked
 
-    def read(self, path: str, tools: Sequence[dict[str, Any]], space: Namespace | None = None) -> None:
-        functions.check_count(len(tools), path)
-        about = space.description if space is not None else None
-        for at, tool in enumerate(tools):
-            inner = f"{path}[{at}]"
-            kind = tool.get("type")
+    def read(self, path: str, tools: Sequence[dict[str, Any]], space: ResponseTool | None = None) -> None:
+        """Read a list of tools, either of the request or of the namespace `space`."""
+        check_count(len(tools), path)
+        for at, raw in enumerate(tools):
+            inner, kind = f"{path}[{at}]", raw.get("type")
             if not isinstance(kind, str):
                 raise json_body.missing_field(f"{inner}.type")
-            if kind == "function":
-                self._function(inner, json_body.convert(tool, FunctionTool, inner), space, about)
-            elif kind == "custom":
-                self._custom(inner, json_body.convert(tool, CustomTool, inner), space, about)
-            elif kind == "namespace" and space is None:
-                nested = json_body.convert(tool, Namespace, inner)
-                functions.check_name(nested.name, f"{inner}.name")
-                self.read(f"{inner}.tools", nested.tools, nested)
-            elif kind in CLIENT_RUN and self._runs_on_client(tool, inner):
-                self._builtin(inner, CLIENT_RUN[kind], json_body.convert(tool, BuiltinTool, inner))
-            else:
-                self._asked.append(Asked("server_tools", inner))
+            if kind not in KNOWN:
+                self._asked.append(Asked(Feature.SERVER_TOOLS, inner))
+                continue
+            tool = json_body.convert(raw, ResponseTool, inner)
             # The description of a namespace is added to its first tool only.
-            about = None
+            about = space.description if space is not None and at == 0 else None
+            namespace = None if space is None else space.name
+            if kind == "function":
+                client_tool = ClientTool("function", check_name(tool.name, f"{inner}.name"), namespace)
+                self._add(inner, client_tool, _join_lines(about, tool.description), tool.parameters, tool.strict)
+            elif kind == "custom":
+                client_tool = ClientTool("custom", check_name(tool.name, f"{inner}.name"), namespace)
+                description = _join_lines(about, tool.description, self._describe_format(inner, tool.format))
+                self._add(inner, client_tool, description, SCHEMAS["custom"])
+            elif kind == "namespace" and space is None:
+                check_name(tool.name, f"{inner}.name")
+                if tool.tools is None:
+                    raise json_body.missing_field(f"{inner}.tools")
+                self.read(f"{inner}.tools", tool.tools, tool)
+            elif kind in CLIENT_RUN and _runs_on_client(kind, tool):
+                own = CLIENT_RUN[kind]
+                description = tool.description or DESCRIPTIONS[own]
+                self._add(inner, ClientTool(own, own), description, tool.parameters or SCHEMAS[own])
+            else:
+                self._asked.append(Asked(Feature.SERVER_TOOLS, inner))
 
-    def _runs_on_client(self, tool: dict[str, Any], path: str) -> bool:
-        own = json_body.convert(tool, BuiltinTool, path)
-        if tool["type"] == "tool_search":
-            return own.execution == "client"
-        return own.environment is None or own.environment.type == "local"
-
-    def _function(self, path: str, tool: FunctionTool, space: Namespace | None, about: str | None) -> None:
-        strict = bool(tool.strict)
-        if strict:
-            self._asked.append(Asked("strict_tools", f"{path}.strict"))
-        self._add(
-            path,
-            _client_tool("function", tool.name, space),
-            _join_lines(about, tool.description),
-            tool.parameters,
-            strict,
-        )
-
-    def _custom(self, path: str, tool: CustomTool, space: Namespace | None, about: str | None) -> None:
-        description = _join_lines(about, tool.description)
-        if tool.format is not None and tool.format.type != "text":
-            # A grammar cannot be enforced within a JSON string.
-            self._asked.append(Asked("tool_grammar", f"{path}.format"))
-            if tool.format.definition:
-                grammar = f"`input` keeps to this {tool.format.syntax} grammar:\n{tool.format.definition}"
-                description = _join_lines(description, grammar)
-        self._add(path, _client_tool("custom", tool.name, space), description, SCHEMAS["custom"])
-
-    def _builtin(self, path: str, kind: Kind, tool: BuiltinTool) -> None:
-        description = tool.description or DESCRIPTIONS[kind]
-        self._add(path, ClientTool(kind, kind), description, tool.parameters or SCHEMAS[kind])
+    def _describe_format(self, path: str, field: InputFormat | None) -> str | None:
+        """Describe a grammar, which cannot be enforced within a JSON string."""
+        if field is None or field.type == "text":
+            return None
+        self._asked.append(Asked(Feature.TOOL_GRAMMAR, f"{path}.format"))
+        return field.definition and f"`input` keeps to this {field.syntax} grammar:\n{field.definition}"
 
     def _add(
         self,
         path: str,
-        tool: ClientTool,
+        client_tool: ClientTool,
         description: str,
         parameters: Mapping[str, Any] | None,
-        strict: bool = False,
+        strict: bool | None = None,
     ) -> None:
-        functions.check_name(tool.name, f"{path}.name")
-        functions.check_schema(parameters, f"{path}.parameters")
-        name = self._unique_name(tool, path)
-        self.client_tools[name] = tool
-        self.tools[name] = Tool(name, description, parameters, strict, f"{path}.parameters")
-        functions.check_count(len(self.tools), path.partition("[")[0])
+        tool = decode_tool(path, client_tool.name, description, parameters, strict, self._asked)
+        name = self._unique_name(client_tool, path)
+        self.client_tools[name] = client_tool
+        self.tools[name] = msgspec.structs.replace(tool, name=name)
+        check_count(len(self.tools), path.partition("[")[0])
 
     def _unique_name(self, tool: ClientTool, path: str) -> str:
         name = _flat_name(tool.namespace, tool.name)
         while (other := self.client_tools.get(name)) and (other.name, other.namespace) != (tool.name, tool.namespace):
             name += "_"
         if other and not self.replaces:
-            raise BadRequest(f"{path}.name: duplicate tool name {tool.name!r}", param=f"{path}.name")
+            raise duplicate_error(tool.name, path)
         return name
 
 
-def _client_tool(kind: Kind, name: str, space: Namespace | None) -> ClientTool:
-    return ClientTool(kind, name, None if space is None else space.name)
+def _runs_on_client(kind: str, tool: ResponseTool) -> bool:
+    if kind == "tool_search":
+        return tool.execution == "client"
+    return tool.environment is None or tool.environment.type == "local"
 
 
 def _join_lines(*texts: str | None) -> str:
@@ -214,24 +195,24 @@ def choose(
 
 def _required(parallel: bool, tools: Sequence[Tool], asked: list[Asked]) -> ToolChoice:
     if tools:
-        asked.append(Asked("constraint", "tool_choice"))
+        asked.append(Asked(Feature.CONSTRAINT, "tool_choice"))
         return ToolChoice("required", None, parallel)
-    if not any(entry.feature == "server_tools" for entry in asked):
-        raise functions.no_tools_error("tool_choice")
-    asked.append(Asked("server_tools", "tool_choice"))
+    if not any(entry.feature == Feature.SERVER_TOOLS for entry in asked):
+        raise no_tools_error("tool_choice")
+    asked.append(Asked(Feature.SERVER_TOOLS, "tool_choice"))
     return ToolChoice("auto", None, parallel)
 
 
 def _named(field: ResponseToolChoice, parallel: bool, toolset: ToolSet, asked: list[Asked]) -> ToolChoice:
     found = _matching(field, _choice_targets(toolset))
     if found:
-        asked.append(Asked("constraint", "tool_choice"))
+        asked.append(Asked(Feature.CONSTRAINT, "tool_choice"))
         return ToolChoice("named", found[0], parallel)
     if field.type in ("function", "custom"):
         if field.name is None:
             raise json_body.missing_field("tool_choice.name")
         raise BadRequest(f"tool_choice: unknown tool {quote(field.name)}", param="tool_choice")
-    asked.append(Asked("server_tools", "tool_choice"))
+    asked.append(Asked(Feature.SERVER_TOOLS, "tool_choice"))
     return ToolChoice("auto", None, parallel)
 
 
@@ -255,7 +236,7 @@ def _matching(field: ResponseToolChoice, targets: ChoiceTargets) -> Sequence[str
 def _allowed(
     field: ResponseToolChoice, parallel: bool, toolset: ToolSet, asked: list[Asked]
 ) -> tuple[ToolChoice, tuple[Tool, ...]]:
-    functions.check_count(len(field.tools or ()), "tool_choice.tools")
+    check_count(len(field.tools or ()), "tool_choice.tools")
     targets = _choice_targets(toolset)
     names: set[str] = set()
     for at, entry in enumerate(field.tools or ()):
@@ -265,7 +246,7 @@ def _allowed(
         if not found and allowed.type in ("function", "custom", "namespace"):
             raise BadRequest(f"{path}: no tool of this request matches", param=path)
         if not found:
-            asked.append(Asked("server_tools", path))
+            asked.append(Asked(Feature.SERVER_TOOLS, path))
         names.update(found)
     left = tuple(tool for tool in toolset.tools if tool.name in names)
     if field.mode == "required":

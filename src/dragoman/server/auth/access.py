@@ -27,9 +27,8 @@ from dragoman.config.sections import KeyLimits
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError, StorageUnavailable, Unauthorized
 from dragoman.core.urls import MIN_SECRET_LENGTH, redact_secrets
+from dragoman.server.auth.callers import ANONYMOUS, DEFAULT_SCOPES, UNRESTRICTED, Caller, Quota, allowed_scopes
 from dragoman.server.auth.jwt import JwtVerifier
-from dragoman.server.auth.quotas import Quota
-from dragoman.server.auth.scopes import ANONYMOUS, DEFAULT_SCOPES, UNRESTRICTED, Caller, allowed_scopes
 from dragoman.storage.keys import KEY_PATTERN, ApiKey, KeyReader, digest, store_path
 
 log = logging.getLogger("dragoman.auth")
@@ -40,9 +39,7 @@ _TOKEN = re.compile(r"eyJ[\w-]+\.[\w-]+\.[\w-]*")
 _NO_DIGEST = bytes(32)
 
 
-class Access:
-    """All keys and tokens that the server accepts."""
-
+class Authenticator:
     def __init__(self, settings: Settings) -> None:
         keys = settings.keys
         self._static = {
@@ -57,19 +54,19 @@ class Access:
     def needs_keys(self) -> bool:
         return self._stored.is_used() or bool(self._static or self._jwt)
 
-    def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
+    def authenticate(self, headers: Mapping[bytes, bytes]) -> Caller:
         if not self.needs_keys:
             return self._anonymous or UNRESTRICTED
         try:
-            return self._authenticate(_read_key(headers))
+            return self._find_caller(_read_key(headers))
         except Unauthorized:
             if self._anonymous is None:
                 raise
             return self._anonymous
 
-    def _authenticate(self, key: bytes) -> Caller:
+    def _find_caller(self, key: bytes) -> Caller:
         if self._jwt is not None and key.count(b".") == 2:
-            return self._jwt.caller(key)
+            return self._jwt.authenticate(key)
         hashed, found = digest(key), None
         for known, caller in self._static.items():
             if hmac.compare_digest(hashed, known):
@@ -85,17 +82,15 @@ class Access:
         text = _TOKEN.sub("eyJ***", _STORED_KEY.sub(r"\1_***", text))
         return redact_secrets(text, self._secrets)
 
-    def follow(self, before: "Access") -> None:
-        """Replace an older configuration. Callers that remain keep what they have used of their quota."""
+    def inherit_quotas(self, before: "Authenticator") -> None:
+        """Continue an older configuration: callers that remain keep what they have used of their quota."""
         for hashed, caller in self._static.items():
-            if hashed in before._static:
-                caller.quota = _merge_quotas(caller.quota, before._static[hashed].quota)
-        if self._anonymous is not None and before._anonymous is not None:
-            self._anonymous.quota = _merge_quotas(self._anonymous.quota, before._anonymous.quota)
+            caller.keep_quota(before._static.get(hashed))
+        if self._anonymous is not None:
+            self._anonymous.keep_quota(before._anonymous)
         if self._jwt is not None and before._jwt is not None:
-            self._jwt.follow(before._jwt)
-        self._stored.follow(before._stored)
-        before.close()
+            self._jwt.inherit_quotas(before._jwt)
+        self._stored.inherit_quotas(before._stored)
 
     def close(self) -> None:
         self._stored.close()
@@ -115,17 +110,7 @@ def _make_quota(limits: KeyLimits) -> Quota | None:
     return None if limits == KeyLimits() else Quota(limits)
 
 
-def _merge_quotas(new: Quota | None, old: Quota | None) -> Quota | None:
-    """The old quota with the new limits, because running requests refer to it."""
-    if new is None or old is None:
-        return new
-    old.change(new.limits)
-    return old
-
-
 class _StoredKeys:
-    """The keys of the store, as last read."""
-
     def __init__(self, path: Path, limits: KeyLimits) -> None:
         self._path = path
         self._limits = limits
@@ -139,13 +124,12 @@ class _StoredKeys:
         except StorageUnavailable as error:
             raise ConfigError(f"the keys in {path} cannot be read: {error.__cause__}") from error
 
-    def follow(self, before: "_StoredKeys") -> None:
+    def inherit_quotas(self, before: "_StoredKeys") -> None:
         if self._path != before._path:
             return
         self._was_used = self._was_used or before._was_used
         for key_id, (_, caller) in self._known.items():
-            if key_id in before._known:
-                caller.quota = _merge_quotas(caller.quota, before._known[key_id][1].quota)
+            caller.keep_quota(before._known.get(key_id, (None, None))[1])
 
     def is_used(self) -> bool:
         """Whether the store has ever contained a key."""
@@ -184,12 +168,10 @@ class _StoredKeys:
 
     def _caller(self, key: ApiKey) -> Caller:
         """Make the caller of a key. It keeps its quota when other keys change."""
-        limits = key.limits.over(self._limits)
-        _, before = self._known.get(key.id.encode(), (None, None))
-        quota = _make_quota(limits) if before is None or before.quota is None else before.quota
-        if quota is not None:
-            quota.change(limits)
-        return Caller(key.principal, allowed_scopes(key.routes), key.models or None, quota)
+        quota = _make_quota(key.limits.over(self._limits))
+        caller = Caller(key.principal, allowed_scopes(key.routes), key.models or None, quota)
+        caller.keep_quota(self._known.get(key.id.encode(), (None, None))[1])
+        return caller
 
     def close(self) -> None:
         self._reader.close()

@@ -36,10 +36,6 @@ MAX_LENGTH = 200
 """Characters of a host in a file name, and bytes of a token."""
 
 
-def new_token() -> str:
-    return secrets.token_urlsafe(32)
-
-
 def has_token(headers: Mapping[bytes, bytes], token: str) -> bool:
     return hmac.compare_digest(headers.get(_HEADER_BYTES, b""), token.encode())
 

@@ -14,7 +14,6 @@ Rules
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ import msgspec
 
 from dragoman.config.sections import Jwt, KeyLimits, RouteScope
 from dragoman.core.errors import ConfigError, Unauthorized
-from dragoman.server.auth.quotas import Quota
-from dragoman.server.auth.scopes import Caller, allowed_scopes
+from dragoman.server.auth.callers import Caller, Quota, allowed_scopes
 from dragoman.storage.keys import digest, parse_principal
 
 log = logging.getLogger("dragoman.auth")
@@ -31,7 +29,6 @@ log = logging.getLogger("dragoman.auth")
 CACHE_SIZE = 1024
 MAX_TOKEN_BYTES = 8192
 MIN_SECRET_BYTES = 32
-KEY_FILE = "keys.jwt.key_file"
 
 
 class JwtClaims(msgspec.Struct, frozen=True):
@@ -55,15 +52,15 @@ class JwtVerifier:
         """Expiry and caller of recent tokens by digest: checking a signature is slow."""
         self._quotas: OrderedDict[str, Quota] = OrderedDict()
 
-    def follow(self, before: "JwtVerifier") -> None:
-        """Replace an older configuration. Subjects keep what they have used of their quota."""
+    def inherit_quotas(self, before: "JwtVerifier") -> None:
+        """Continue an older configuration: subjects keep what they have used of their quota."""
         if self._limits == KeyLimits():
             return
         for principal, quota in before._quotas.items():
             quota.change(self._limits)
             self._quotas[principal] = quota
 
-    def caller(self, token: bytes) -> Caller:
+    def authenticate(self, token: bytes) -> Caller:
         if len(token) > MAX_TOKEN_BYTES:
             raise Unauthorized(f"the token is longer than {MAX_TOKEN_BYTES} bytes")
         hashed = digest(token)
@@ -107,10 +104,9 @@ class JwtVerifier:
         allowed = allowed_scopes(self._settings.routes)
         if claims.routes is not None:
             allowed &= allowed_scopes(claims.routes) if claims.routes else frozenset()
-        models: Sequence[str] | None = self._settings.models or None
-        if claims.models is None:
-            return Caller(principal, allowed, models, self._quota(principal))
-        return Caller(principal, allowed, claims.models, self._quota(principal), within=models)
+        configured = self._settings.models or None
+        models, configured_models = (configured, None) if claims.models is None else (claims.models, configured)
+        return Caller(principal, allowed, models, self._quota(principal), configured_models)
 
     def _quota(self, principal: str) -> Quota | None:
         if self._limits == KeyLimits():
@@ -134,12 +130,12 @@ def _read_key(settings: Jwt) -> bytes:
     try:
         key = Path(settings.key_file).read_bytes().strip()
     except OSError as error:
-        raise ConfigError(f"{KEY_FILE}: {settings.key_file} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{settings.key_file} cannot be read: {error.strerror}") from error
     is_pem = b"-----BEGIN" in key
     if settings.algorithm == "HS256" and is_pem:
-        raise ConfigError(f"{KEY_FILE}: HS256 needs a secret of 32 bytes or more, not a PEM key")
+        raise ConfigError("HS256 needs a secret of 32 bytes or more, not a PEM key")
     if settings.algorithm == "HS256" and len(key) < MIN_SECRET_BYTES:
-        raise ConfigError(f"{KEY_FILE}: a secret for HS256 has at least {MIN_SECRET_BYTES} bytes, not {len(key)}")
+        raise ConfigError(f"a secret for HS256 has at least {MIN_SECRET_BYTES} bytes, not {len(key)}")
     if settings.algorithm == "RS256" and (not is_pem or b"PRIVATE KEY" in key):
-        raise ConfigError(f"{KEY_FILE}: RS256 needs a public key in PEM format")
+        raise ConfigError("RS256 needs a public key in PEM format")
     return key

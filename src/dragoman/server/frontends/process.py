@@ -1,9 +1,9 @@
-"""Runs a front end: `python -m dragoman.server.frontends.process PARENT LINK SOCKET...`.
+"""Runs a front end: `python -m dragoman.server.frontends.process PARENT NUMBER SOCKET...`.
 
-The arguments are the parent's process id and the numbers of file descriptors.
+The arguments are the parent's process id, the number of the front end, and file descriptors of listening sockets.
 
 Rules
-1. The process ignores signals to the parent's process group.
+1. The front end answers the busiest routes itself and relays the others to the parent.
 2. When the connection to the parent ends, the process exits at once. When the parent dies, it is killed even if its
    event loop is stuck: by the kernel on Linux, by a thread that polls the parent elsewhere.
 3. If it cannot apply a new configuration it exits, so that removed keys stop working. The parent starts another.
@@ -18,90 +18,121 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Sequence
 
 import uvloop
 
+from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
-from dragoman.core.logs import configure_as_parent
-from dragoman.server.frontends.frontend_app import FrontEndApp
-from dragoman.server.frontends.messages import ApplyConfig, ForceStop, Listening, ShutdownNotice, StartFrontEnd
-from dragoman.server.frontends.remote import Command, ParentConnection
+from dragoman.ipc.child_process import enter_child
+from dragoman.ipc.engine_client import make_method_call
+from dragoman.server.app import App
+from dragoman.server.base_app import BaseApp, Route, SharedRoute
+from dragoman.server.frontends import messages
+from dragoman.server.frontends.remote import (
+    ParentConnection,
+    RemoteModelLease,
+    RemoteQuotaLease,
+    RemoteResponses,
+    RemoteTelemetry,
+)
 from dragoman.server.http.server import HttpServer, tune_memory
+from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.routes import ROUTES
 
 log = logging.getLogger("dragoman.fronts")
 
 PR_SET_PDEATHSIG = 1
 CHECK_SECONDS = 1.0
+END_SECONDS = 5.0
+"""Time for cancelled requests to send their errors when the front end stops."""
+POLL_SECONDS = 0.02
 
 
-class _Server(HttpServer):
-    def __init__(self, front: FrontEndApp, parent: ParentConnection) -> None:
-        super().__init__(front)
+class FrontEndApp(BaseApp):
+    def __init__(self, settings: Settings, parent: ParentConnection) -> None:
+        super().__init__(ROUTES, settings, RemoteTelemetry(parent, settings))
+        self.responses = RemoteResponses(parent)
         self._parent = parent
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+    async def stop(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + END_SECONDS
+        while self.monitor.exchanges and loop.time() < deadline:  # noqa: ASYNC110 (once)
+            await asyncio.sleep(POLL_SECONDS)
+        self._authenticator.close()
+
+    def configure(self, settings: Settings) -> None:
+        """Apply settings that the parent has applied already."""
+        self._apply_reloaded(settings)
+        self._parent.send(messages.ConfigApplied())
+
+    def _reconfigure(self, settings: Settings) -> None:
+        """Nothing here can reject new settings."""
+
+    def model_lease(self, exchange: HttpExchange) -> RemoteModelLease:
+        return RemoteModelLease(self._parent, exchange)
+
+    def _enter_quota(self, exchange: HttpExchange, route: Route[App] | None) -> Awaitable[None] | None:
+        # The parent takes the lease of a relayed request.
+        is_answered_by_parent = route is not None and not isinstance(route, SharedRoute)
+        if exchange.caller.quota is None or exchange.method != "POST" or is_answered_by_parent:
+            return None
+        exchange.response.quota_lease = lease = RemoteQuotaLease()
+        return lease.enter(self._parent, exchange)
+
+    def _answer(self, exchange: HttpExchange, route: Route[App]) -> Awaitable[None]:
+        return route.handler(self, exchange) if isinstance(route, SharedRoute) else self._relay(exchange)
+
+    async def _relay(self, exchange: HttpExchange) -> None:
+        body = await exchange.read_body(self.settings.limits, bytes) if exchange.method == "POST" else b""
+        method_call = make_method_call("relay", exchange.serializable_scope(), body)
+        # The parent enforces the deadline.
+        exchange.is_answered_by_parent = True
+        exchange.timer.stop()
+        reply = await self._parent.call_method(method_call, messages.RelayReply, exchange.record.id)
+        await exchange.response.relay(reply.status, reply.headers, reply.body)
+
+
+class FrontEnd:
+    def __init__(self, number: int, listeners: Sequence[socket.socket]) -> None:
+        self._parent = ParentConnection(number, self._handle, lambda: os._exit(0))
+        self._listeners = listeners
+        self._started: asyncio.Future[tuple[FrontEndApp, HttpServer]] = asyncio.get_running_loop().create_future()
+        self._stopping = asyncio.Event()
+
+    def _handle(self, command: messages.Command) -> None:
+        try:
+            if isinstance(command, messages.Stop):
+                self._stop(command, *self._started.result())
+            elif self._started.done():
+                self._started.result()[0].configure(command.settings)
+            else:
+                app = FrontEndApp(command.settings, self._parent)
+                self._started.set_result((app, HttpServer(app, self._listeners)))
+        except ConfigError as error:
+            log.error("a front end cannot apply the configuration: %s", error)
+            os._exit(0)
+
+    def _stop(self, command: messages.Stop, app: FrontEndApp, server: HttpServer) -> None:
+        if command.mode == "announced":
+            app.stop_requests()
+            return
+        if command.mode == "forced":
+            server.force_stop()
+        self._stopping.set()
+
+    async def serve(self, connection: int) -> None:
+        await self._parent.link.connect(socket.socket(fileno=connection))
+        app, server = await self._started
+        await server.run(self._stopping, self._note_listening)
+        await server.stop(app.settings.grace_seconds)
+        await app.stop()
+        await self._parent.link.drain()
+
+    def _note_listening(self) -> None:
         tune_memory()
-        self._parent.send(Listening())
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
-class _Process:
-    def __init__(self) -> None:
-        self.parent = ParentConnection(self._handle, _exit)
-        self.server: _Server | None = None
-        self._front: FrontEndApp | None = None
-        self._started = asyncio.Event()
-
-    def _handle(self, command: Command) -> None:
-        try:
-            self._perform(command)
-        except ConfigError as error:
-            _exit_with(error)
-
-    def _perform(self, command: Command) -> None:
-        if isinstance(command, StartFrontEnd):
-            self.parent.set_number(command.number)
-            self._front = FrontEndApp(ROUTES, command.settings, self.parent)
-            self.server = _Server(self._front, self.parent)
-            self._started.set()
-        elif isinstance(command, ApplyConfig):
-            assert self._front is not None
-            self._front.configure(command.settings)
-        elif isinstance(command, ShutdownNotice):
-            assert self._front is not None
-            self._front.stop_requests()
-        elif isinstance(command, ForceStop):
-            assert self.server is not None
-            self.server.force_stop()
-        elif self.server is not None:
-            self.server.should_exit = True
-
-    async def serve(self, link: int, sockets: Sequence[int]) -> None:
-        await self.parent.link.connect(socket.socket(fileno=link))
-        await self._started.wait()
-        assert self.server is not None
-        try:
-            await self.server.serve([socket.socket(fileno=number) for number in sockets])
-        except ConfigError as error:
-            # The certificate is read when the server starts.
-            _exit_with(error)
-        await self.parent.link.drain()
-
-
-def _exit_with(error: ConfigError) -> None:
-    log.error("a front end cannot apply the configuration: %s", error)
-    _exit()
-
-
-def _exit() -> None:
-    os._exit(0)
+        self._parent.send(messages.Listening())
 
 
 def _end_with_parent(parent: int) -> None:
@@ -124,18 +155,16 @@ def _watch_parent(parent: int) -> None:
     os._exit(0)
 
 
+async def _run(number: int, connection: int, sockets: Sequence[int]) -> None:
+    await FrontEnd(number, [socket.socket(fileno=listener) for listener in sockets]).serve(connection)
+
+
 def main() -> None:
-    configure_as_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    parent, link, *sockets = map(int, sys.argv[1:])
+    parent, number, *sockets = map(int, sys.argv[1:])
+    _, connection = enter_child()
     _end_with_parent(parent)
-
-    async def run() -> None:
-        await _Process().serve(link, sockets)
-
     with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
-        runner.run(run())
+        runner.run(_run(number, connection, sockets))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 Rules
 1. A front end that dies soon after its start is restarted after a growing pause.
 2. Until all front ends listen, a death ends the server. A front end that hangs during that time is killed and replaced;
-   `MOST_LATE` hanging ones in a row on the same sockets end the server.
+   `MAX_LATE` hanging ones in a row on the same sockets end the server.
 3. At the end, front ends have the grace time plus `END_SECONDS`, then they are killed. A forced stop has no grace time.
 4. A front end that has not applied a new configuration within `APPLY_SECONDS` is killed, so that old keys stop working.
    One that does not listen yet is exempt: it reads the configuration before it accepts connections.
 5. Front ends have their own sessions, so that signals to the server's process group do not reach them.
-6. The sockets belong to the parent and stay open while a front end restarts; new connections wait. On Linux each front
+6. A front end is killed if it misses its pings, or does not listen `LISTEN_SECONDS` after its start. A message that
+   cannot be decoded ends the connection and with it the front end.
+7. The sockets belong to the parent and stay open while a front end restarts; new connections wait. On Linux each front
    end has its own sockets on the same port (SO_REUSEPORT), and the kernel distributes connections evenly. A Unix
    socket, or a port on other systems, is one socket that all front ends accept from.
 """
@@ -20,26 +22,113 @@ import os
 import socket
 import sys
 import time
+from asyncio.subprocess import Process
+from collections import deque
+from collections.abc import Callable, Sequence
 from itertools import chain, count
 from pathlib import Path
 
+import msgspec
+
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
-from dragoman.ipc.restart_backoff import RestartBackoff
-from dragoman.ipc.worker_messages import OWN_NUMBER
+from dragoman.ipc.child_process import ChildMonitor, RestartBackoff, keep_running, kill_child, start_child
+from dragoman.ipc.framing import MessageConnection
+from dragoman.ipc.messages import OWN_NUMBER, Pong
 from dragoman.server.app import App
-from dragoman.server.frontends.messages import ForceStop, GracefulStop, ShutdownNotice
-from dragoman.server.frontends.parent import FrontEndConnection
-from dragoman.server.http.acceptor import BACKLOG
-from dragoman.server.http.server import FORCED_STOP_SECONDS, bind_sockets, unix_socket
+from dragoman.server.frontends import messages
+from dragoman.server.frontends.messages import Stop
+from dragoman.server.frontends.request_handlers import FrontEndOutput, Handler, RequestHandlers
+from dragoman.server.http.server import BACKLOG, FORCED_STOP_SECONDS, bind_sockets, unix_socket
 
 log = logging.getLogger("dragoman.fronts")
 
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.4, 10.0
-MOST_LATE = 3
+MIN_PAUSE, MAX_PAUSE = 0.4, 10.0
+MAX_LATE = 3
+LISTEN_SECONDS = 60.0
 APPLY_SECONDS = 5.0
 END_SECONDS = 8.0
 """Time beyond the grace time, to send errors to cancelled requests and to exit."""
+
+
+class FrontEndConnection:
+    """`on_listening` is called when the front end accepts connections."""
+
+    def __init__(self, app: App, on_listening: Callable[[], None]) -> None:
+        self.link = MessageConnection(self._receive, self._note_end)
+        self.output = FrontEndOutput(self.link, self.kill)
+        self.process: Process | None = None
+        self.ended = asyncio.Event()
+        self.is_listening = False
+        self.is_killed = False
+        """After the kill, messages of the front end no longer count."""
+        self._on_listening = on_listening
+        self._monitor = ChildMonitor(self.link, self.kill)
+        self._requests = RequestHandlers(app, self.output)
+        self._pending_configs: deque[asyncio.Future[None]] = deque()
+        self._handlers: dict[type, Handler] = {
+            messages.Listening: lambda _: self._note_listening(),
+            messages.ConfigApplied: lambda _: self._note_config_applied(),
+            Pong: lambda _: self._monitor.note_pong(),
+            **self._requests.handlers,
+        }
+
+    async def start(self, number: int, sockets: Sequence[int]) -> Process:
+        arguments = os.getpid(), number, *sockets
+        module = "dragoman.server.frontends.process"
+        self.process = await start_child(self.link, module, *arguments, descriptors=sockets)
+        return self.process
+
+    def begin(self, settings: Settings) -> None:
+        self.output.send(messages.Configure(_without_models(settings)))
+        self._monitor.limit_start(LISTEN_SECONDS)
+
+    def configure(self, settings: Settings) -> "asyncio.Future[None]":
+        """Send new settings; the future is done when the front end has applied them."""
+        applied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pending_configs.append(applied)
+        self.output.send(messages.Configure(_without_models(settings)))
+        return applied
+
+    def kill(self, reason: str) -> None:
+        if not self.is_killed:
+            self.is_killed = True
+            log.error("a front end %s; killing it", reason)
+            self.kill_process()
+
+    def kill_process(self) -> None:
+        if self.process is not None:
+            kill_child(self.process)
+
+    def close(self) -> int:
+        """Release everything after the front end has gone; return the number of requests that it had."""
+        self.link.close()
+        self._monitor.stop()
+        while self._pending_configs:
+            self._note_config_applied()
+        return self._requests.close()
+
+    def _receive(self, body: memoryview) -> None:
+        message = messages.decode_to_parent(body)
+        try:
+            self._handlers[type(message)](message)
+        except Exception:
+            # The other requests of the front end go on.
+            log.exception("a message of a front end could not be handled")
+
+    def _note_end(self) -> None:
+        self.ended.set()
+
+    def _note_listening(self) -> None:
+        if not self.is_killed:
+            self.is_listening = True
+            self._on_listening()
+            self._monitor.start_pings()
+
+    def _note_config_applied(self) -> None:
+        applied = self._pending_configs.popleft()
+        if not applied.done():
+            applied.set_result(None)
 
 
 class FrontEndSupervisor:
@@ -48,7 +137,6 @@ class FrontEndSupervisor:
         self._socket_groups = socket_groups
         self._numbers = count(OWN_NUMBER + 1)
         self._tasks = [asyncio.create_task(self._keep_running(sockets)) for sockets in socket_groups]
-        self._processes: set[asyncio.subprocess.Process] = set()
         self._connections: set[FrontEndConnection] = set()
         self._all_listen = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -56,7 +144,14 @@ class FrontEndSupervisor:
 
     @property
     def _listening_count(self) -> int:
-        return sum(connection.is_listening and not connection.monitor.is_killed for connection in self._connections)
+        return sum(connection.is_listening and not connection.is_killed for connection in self._connections)
+
+    async def run(self, stopping: asyncio.Event, on_started: Callable[[], None]) -> None:
+        """Keep the front ends running until the event is set."""
+        await self.wait_until_started(stopping)
+        if not stopping.is_set():
+            on_started()
+        await self.wait_for_any(stopping)
 
     async def wait_until_started(self, *ends: asyncio.Event) -> None:
         """Wait until all front ends accept connections or one of the events is set."""
@@ -75,16 +170,16 @@ class FrontEndSupervisor:
 
     async def _keep_running(self, sockets: list[socket.socket]) -> None:
         """Run one front end after the other on these sockets until the server stops."""
-        backoff = RestartBackoff(SHORTEST_PAUSE, LONGEST_PAUSE)
+        backoff = RestartBackoff(MIN_PAUSE, MAX_PAUSE)
         late = 0
-        while not self._stopping.is_set():
-            if backoff.pause:
-                await self._pause(backoff.pause)
+
+        async def run() -> None:
+            nonlocal late
             started_at = time.monotonic()
             was_hanging = False
             try:
                 connection, request_count = await self._run(sockets)
-                was_hanging = connection.monitor.is_killed
+                was_hanging = connection.is_killed
                 late = late + 1 if was_hanging and not connection.is_listening else 0
                 problem, hint = f"died with {request_count} requests", "; see the lines above"
             except OSError as error:
@@ -95,55 +190,34 @@ class FrontEndSupervisor:
             if not self._all_listen.is_set():
                 if not was_hanging:
                     raise ConfigError(f"a front end {problem}{hint}")
-                if late >= MOST_LATE:
+                if late >= MAX_LATE:
                     raise ConfigError(
                         f"{late} front ends in a row did not listen; try again, or start fewer (--workers)"
                     )
             log.error("a front end %s; starting another", problem)
 
-    async def _pause(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        except TimeoutError:
-            pass
+        await keep_running(run, backoff, self._stopping)
 
     async def _run(self, sockets: list[socket.socket]) -> tuple[FrontEndConnection, int]:
         """Run a front end to its end; return its connection and the number of requests that ended with it."""
-        ours, theirs = socket.socketpair()
-        numbers = [theirs.fileno(), *(listener.fileno() for listener in sockets)]
+        connection = FrontEndConnection(self._app, self._note_listening)
+        process = await connection.start(next(self._numbers), [listener.fileno() for listener in sockets])
+        self._connections.add(connection)
         try:
-            with theirs:
-                process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "dragoman.server.frontends.process", *map(str, (os.getpid(), *numbers))),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    pass_fds=numbers,
-                    start_new_session=True,
-                )
-        except BaseException:
-            ours.close()
-            raise
-        closed = asyncio.Event()
-        connection = FrontEndConnection(self._app, closed.set, self._note_listening, lambda: _kill(process))
-        self._processes.add(process)
-        try:
-            await connection.link.connect(ours)
-            connection.begin(next(self._numbers), self._app.settings)
-            self._connections.add(connection)
+            connection.begin(self._app.settings)
             if self._app.is_stopping:
-                connection.send(ShutdownNotice())
+                connection.output.send(Stop("announced"))
             if self._stopping.is_set():
-                connection.send(GracefulStop())
-            await closed.wait()
+                connection.output.send(Stop("graceful"))
+            await connection.ended.wait()
             return connection, connection.close()
         finally:
             connection.close()
             self._connections.discard(connection)
             if not self._stopping.is_set():
                 # A front end without a connection is useless.
-                _kill(process)
+                connection.kill_process()
             await process.wait()
-            self._processes.discard(process)
 
     def _note_listening(self) -> None:
         if self._listening_count >= len(self._socket_groups):
@@ -156,34 +230,35 @@ class FrontEndSupervisor:
         _, late = await asyncio.wait(pending, timeout=APPLY_SECONDS)
         for connection in map(pending.__getitem__, late):
             if connection.is_listening:
-                connection.monitor.kill(f"has not applied the configuration within {APPLY_SECONDS:g} s")
+                connection.kill(f"has not applied the configuration within {APPLY_SECONDS:g} s")
 
     def announce_stop(self) -> None:
+        self._send_stop(Stop("announced"))
+
+    def _send_stop(self, message: Stop) -> None:
         for connection in self._connections:
-            connection.send(ShutdownNotice())
+            connection.output.send(message)
 
     async def stop(self, grace: float) -> None:
         """Close the sockets, give running requests the grace time, then kill the front ends that are left."""
         self._stopping.set()
         for listener in chain.from_iterable(self._socket_groups):
             listener.close()
-        for connection in self._connections:
-            connection.send(GracefulStop())
+        self._send_stop(Stop("graceful"))
         await asyncio.wait(self._tasks, timeout=grace + END_SECONDS)
         await self.end()
 
     def force_stop(self) -> None:
         """Cancel running requests now, and kill the front ends that do not end."""
         self._stopping.set()
-        for connection in self._connections:
-            connection.send(ForceStop())
+        self._send_stop(Stop("forced"))
         asyncio.get_running_loop().call_later(FORCED_STOP_SECONDS + 1, self.kill)
 
     def kill(self) -> None:
         """Kill all front ends and start no others."""
         self._stopping.set()
-        for process in self._processes:
-            _kill(process)
+        for connection in self._connections:
+            connection.kill_process()
 
     async def end(self) -> None:
         """Kill all front ends and wait for their end."""
@@ -219,10 +294,6 @@ def _hint(error: OSError) -> str:
     return "; allow more (ulimit -n), or start fewer (--workers)" if is_full else ""
 
 
-def _kill(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        try:
-            process.kill()
-        except ProcessLookupError:
-            # It has ended, but the event loop has not noticed yet.
-            pass
+def _without_models(settings: Settings) -> Settings:
+    """Front ends do not need the models."""
+    return msgspec.structs.replace(settings, models=(), aliases={}, default=None)

@@ -6,27 +6,25 @@ disconnect stops the work.
 
 import asyncio
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
 from dragoman.core.embeddings import Embedding, EmbeddingRequest, Input, RerankRequest
-from dragoman.core.engine import EmbedFunction
+from dragoman.core.engine import EmbedFunction, call_engine
 from dragoman.core.errors import BadRequest, EngineFailed, NotSupported
 from dragoman.core.events import Usage
-from dragoman.models import ServedModel
-from dragoman.models.admission import Slots
-from dragoman.pipeline.event_stream import call_engine
-from dragoman.pipeline.generate import check_features
+from dragoman.core.features import Feature
 from dragoman.protocols.embeddings import server as wire_embeddings
 from dragoman.protocols.rerank import server as wire_rerank
 from dragoman.server.app import App
-from dragoman.server.auth.quotas import estimate_text_tokens
-from dragoman.server.handlers.generation import stall_error
-from dragoman.server.http_exchange import HttpExchange
+from dragoman.server.auth.callers import Estimate, estimate_text_tokens
+from dragoman.server.handlers.generation import find_model
+from dragoman.server.http_exchange import HttpExchange, stall_error
 
+RequestT = TypeVar("RequestT", EmbeddingRequest, RerankRequest)
 BATCH_INPUTS = 64
 BATCH_SIZE = 8 * 1024
 """Characters or token ids."""
@@ -36,73 +34,53 @@ INPUT = re.compile(r"input\[(?P<at>\d+)\]")
 
 async def embeddings(app: App, exchange: HttpExchange) -> None:
     decoded = await exchange.read_body(app.settings.limits, wire_embeddings.decode)
-    model = await app.model(exchange, decoded.model)
-    request = msgspec.structs.replace(decoded, model=model.name)
-    vectors = await _embed(app, exchange, model, request, partial(wire_embeddings.input_path, request))
+    request, vectors = await _embed(app, exchange, decoded, partial(wire_embeddings.input_path, decoded))
     await exchange.response.send_json(await asyncio.to_thread(wire_embeddings.encode_reply, request, vectors))
 
 
 async def rerank(app: App, exchange: HttpExchange) -> None:
     decoded = await exchange.read_body(app.settings.limits, wire_rerank.decode)
-    model = await app.model(exchange, decoded.model)
-    request = msgspec.structs.replace(decoded, model=model.name)
-    vectors = await _embed(app, exchange, model, request, wire_rerank.input_path)
+    request, vectors = await _embed(app, exchange, decoded, wire_rerank.input_path)
     request_id = exchange.record.id
     await exchange.response.send_json(await asyncio.to_thread(wire_rerank.encode_reply, request, request_id, vectors))
 
 
 async def _embed(
-    app: App,
-    exchange: HttpExchange,
-    model: ServedModel,
-    request: EmbeddingRequest | RerankRequest,
-    field_of: Callable[[int], str],
-) -> list[Embedding]:
-    """Compute the vectors of all inputs while holding a slot of the model. `field_of` names the field of an input."""
-    lease = app.quota_lease_of(exchange)
-    if lease is not None:
-        lease.reserve(estimate_text_tokens(exchange.weight))
-    host = model.host
-    engine = None if host.is_known else await host.enter()
-    slots = Slots(host.admission, exchange.record.principal)
+    app: App, exchange: HttpExchange, decoded: RequestT, field_of: Callable[[int], str]
+) -> tuple[RequestT, list[Embedding]]:
+    """The request with the name of its model, and the vectors of all inputs. `field_of` names the field of an input."""
+    lease = app.model_lease(exchange)
     vectors: list[Embedding] = []
     try:
-        if "embeddings" not in host.supports:
-            raise NotSupported(f"model '{model.name}' does not support embeddings", param="model")
-        ignored = check_features(model.name, request.asked, host.supports, app.is_strict(exchange))
-        if ignored:
-            exchange.response.ignore(ignored)
-        await slots.acquire_first()
-        engine = engine or await host.enter()
+        estimate = Estimate(estimate_text_tokens(exchange.weight), choices=0, reply=None)
+        info = await find_model(app, exchange, lease, decoded.model, decoded.asked, estimate)
+        if Feature.EMBEDDINGS not in lease.supports:
+            raise NotSupported(f"model '{info.model}' does not support embeddings", param="model")
+        request = msgspec.structs.replace(decoded, model=info.model)
+        embed = (await lease.start()).embed_function_for(info.model)
         exchange.timer.expect(app.settings.limits.stall_seconds, stall_error)
         for batch in batches(request.inputs):
-            with _renamed_fields(field_of, len(vectors)):
-                vectors += await _embed_batch(engine.embed_function_for(model.name), batch)
+            vectors += await _embed_batch(embed, batch, len(vectors), field_of)
             if isinstance(request, EmbeddingRequest):
                 _check_dimensions(request, vectors[0])
             exchange.timer.note_progress()
     finally:
-        slots.close()
-        if engine is not None:
-            host.leave()
+        lease.close()
     exchange.record.count(Usage(prompt=sum(entry.tokens for entry in vectors)))
-    return vectors
+    return request, vectors
 
 
-@contextmanager
-def _renamed_fields(field_of: Callable[[int], str], first: int) -> Generator[None, None, None]:
-    """In errors, replace the index within the batch, which starts at `first`, by the field of the request."""
+async def _embed_batch(
+    embed: EmbedFunction, inputs: Sequence[Input], first: int, field_of: Callable[[int], str]
+) -> Sequence[Embedding]:
     try:
-        yield
+        vectors = await call_engine(embed, inputs)
     except BadRequest as error:
+        # The engine names an input by its index in the batch, which starts at `first`.
         match = INPUT.fullmatch(error.param or "")
         if match:
             error.param = field_of(first + int(match["at"]))
         raise
-
-
-async def _embed_batch(embed: EmbedFunction, inputs: Sequence[Input]) -> Sequence[Embedding]:
-    vectors = await call_engine(embed, inputs)
     if len(vectors) != len(inputs) or len({entry.dimensions for entry in vectors}) != 1 or not vectors[0].vector:
         raise EngineFailed("the engine did not return one vector per input")
     return vectors

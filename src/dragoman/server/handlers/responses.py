@@ -23,29 +23,30 @@ from dragoman.core.errors import (
     TooLarge,
     quote,
 )
-from dragoman.protocols import responses
 from dragoman.protocols.json_body import LARGE_BODY
+from dragoman.protocols.responses import encoder as wire_encoder
+from dragoman.protocols.responses import items as wire_items
+from dragoman.protocols.responses import server as wire
 from dragoman.server.app import App
-from dragoman.server.base_app import BaseApp
+from dragoman.server.base_app import RESPONSES_PATH, BaseApp, upgrade_required
 from dragoman.server.handlers.generation import reply_to
 from dragoman.server.handlers.tokens import count_prompt
 from dragoman.server.http.bodies import run_in_body_thread
 from dragoman.server.http_exchange import HttpExchange
-from dragoman.server.routing import RESPONSES_PATH, not_found_error, upgrade_required
-from dragoman.storage.base import StoredItem, StoredResponse
+from dragoman.storage.response_store import StoredItem, StoredResponse
 
-INPUT_ITEMS, CANCEL = "input_items", "cancel"
+INPUT_ITEMS = "input_items"
 MANY_ITEMS = 500
 """Above this many items, work is done in a thread, even if they are small."""
 T = TypeVar("T")
 
 
 async def create(app: BaseApp, exchange: HttpExchange) -> None:
-    question = await _read_question(app, exchange)
-    encoder = responses.ResponseEncoding(question.context, time.time)
-    store = partial(_store, app, exchange, question.context, encoder)
+    response_request = await _read_request(app, exchange)
+    encoder = wire_encoder.ResponseEncoding(response_request.context, time.time)
+    store = partial(_store, app, exchange, response_request.context, encoder)
     try:
-        await reply_to(app, exchange, question.request, encoder, store)
+        await reply_to(app, exchange, response_request.request, encoder, store)
     except ContextTooLong as error:
         # The engine does not know the name of this field.
         error.param = "input"
@@ -53,12 +54,13 @@ async def create(app: BaseApp, exchange: HttpExchange) -> None:
 
 
 async def count(app: App, exchange: HttpExchange) -> None:
-    question = await _read_question(app, exchange)
-    await exchange.response.send_json(responses.encode_count(await count_prompt(app, exchange, question.request)))
+    response_request = await _read_request(app, exchange)
+    tokens = await count_prompt(app, exchange, response_request.request)
+    await exchange.response.send_json(wire_encoder.encode_count(tokens))
 
 
-async def _read_question(app: BaseApp, exchange: HttpExchange) -> responses.ResponseRequest:
-    body = await exchange.read_body(app.settings.limits, responses.parse)
+async def _read_request(app: BaseApp, exchange: HttpExchange) -> wire.ResponseRequest:
+    body = await exchange.read_body(app.settings.limits, wire.parse)
     principal = exchange.record.principal
     earlier: tuple[StoredItem, ...] = ()
     previous = body.fields.previous_response_id
@@ -86,30 +88,29 @@ async def _run_maybe_in_thread(exchange: HttpExchange, items: int, make: Callabl
 
 
 def _decode(
-    body: responses.ParsedRequest, earlier: Sequence[StoredItem], stored: Mapping[str, bytes]
-) -> responses.ResponseRequest:
+    body: wire.ParsedRequest, earlier: Sequence[StoredItem], stored: Mapping[str, bytes]
+) -> wire.ResponseRequest:
     referenced = {item: msgspec.json.decode(encoded) for item, encoded in stored.items()}
-    return responses.decode(body, [msgspec.json.decode(item.body) for item in earlier], referenced)
+    return wire.decode(body, [msgspec.json.decode(item.body) for item in earlier], referenced)
 
 
 async def _store(
-    app: BaseApp, exchange: HttpExchange, context: responses.ResponseContext, encoder: responses.ResponseEncoding
+    app: BaseApp, exchange: HttpExchange, context: wire.ResponseContext, encoder: wire_encoder.ResponseEncoding
 ) -> None:
     response = encoder.response
     if response is None or not context.should_store:
         return
-    make = partial(_stored_response, response, context, exchange.record.principal)
-    await app.responses.keep(await _run_maybe_in_thread(exchange, len(context.items), make))
 
+    def encode() -> StoredResponse:
+        return StoredResponse(
+            id=response["id"],
+            principal=exchange.record.principal,
+            body=msgspec.json.encode(response),
+            input=_items(wire_items.storable_items(context.items, response["id"])),
+            output=_items(response["output"]),
+        )
 
-def _stored_response(response: dict[str, Any], context: responses.ResponseContext, principal: str) -> StoredResponse:
-    return StoredResponse(
-        id=response["id"],
-        principal=principal,
-        body=msgspec.json.encode(response),
-        input=_items(responses.storable_items(context.items, response["id"])),
-        output=_items(response["output"]),
-    )
+    await app.responses.keep(await _run_maybe_in_thread(exchange, len(context.items), encode))
 
 
 def _items(items: list[dict[str, Any]]) -> tuple[StoredItem, ...]:
@@ -118,13 +119,10 @@ def _items(items: list[dict[str, Any]]) -> tuple[StoredItem, ...]:
 
 async def show(app: App, exchange: HttpExchange) -> None:
     """Send a stored response, or its input items."""
-    response_id, below = _parse_path(exchange)
-    if below not in ("", INPUT_ITEMS):
-        raise not_found_error(exchange)
-    stored = await _find(app, exchange, response_id)
+    stored, below = await _find(app, exchange, "", INPUT_ITEMS)
     if below == INPUT_ITEMS:
-        page = responses.decode_page(exchange.query())
-        await exchange.response.send_json(responses.encode_page([(item.id, item.body) for item in stored.input], page))
+        page = wire_items.decode_page(exchange.query())
+        await exchange.response.send_json(wire_items.encode_page([(item.id, item.body) for item in stored.input], page))
         return
     if exchange.query().get("stream") == "true":
         raise NotSupported("stream: a stored response cannot be streamed", param="stream")
@@ -132,33 +130,25 @@ async def show(app: App, exchange: HttpExchange) -> None:
 
 
 async def delete(app: App, exchange: HttpExchange) -> None:
-    response_id, below = _parse_path(exchange)
-    if below:
-        raise not_found_error(exchange)
-    await _find(app, exchange, response_id)
-    await app.responses.delete(exchange.record.principal, response_id)
-    await exchange.response.send_json(responses.encode_deleted(response_id))
+    stored, _ = await _find(app, exchange, "")
+    await app.responses.delete(stored.principal, stored.id)
+    await exchange.response.send_json(wire_encoder.encode_deleted(stored.id))
 
 
 async def cancel(app: App, exchange: HttpExchange) -> None:
-    response_id, below = _parse_path(exchange)
-    if below != CANCEL:
-        raise not_found_error(exchange)
-    await _find(app, exchange, response_id)
+    await _find(app, exchange, "cancel")
     raise BadRequest("only a background response can be cancelled, and this one is complete")
 
 
-def _parse_path(exchange: HttpExchange) -> tuple[str, str]:
-    """The response id, and the rest of the path."""
+async def _find(app: App, exchange: HttpExchange, *expected: str) -> tuple[StoredResponse, str]:
+    """The stored response that the path names, and the rest of the path, which must be one of the expected ones."""
     response_id, _, below = exchange.path.removeprefix(f"{RESPONSES_PATH}/").partition("/")
-    return response_id, below
-
-
-async def _find(app: App, exchange: HttpExchange, response_id: str) -> StoredResponse:
+    if below not in expected:
+        raise exchange.not_found_error()
     stored = await app.responses.find(exchange.record.principal, response_id)
     if stored is None:
         raise NotFound(f"response {quote(response_id)} is not stored here")
-    return stored
+    return stored, below
 
 
 async def no_websocket(app: App, exchange: HttpExchange) -> None:

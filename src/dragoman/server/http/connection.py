@@ -1,4 +1,4 @@
-"""One HTTP connection. It reads, answers and writes requests one after the other.
+"""One HTTP connection. It reads requests and writes responses, one after the other.
 
 Rules
 1. Headers that are too large get 431, headers that take too long 408, malformed HTTP 400; then the connection is
@@ -8,7 +8,7 @@ Rules
 3. The time for a head runs while no request is being answered. Empty lines before a request do not stop it.
 4. A client that reads nothing for `write_seconds` while output is waiting is disconnected.
 5. An `Upgrade` is ignored: the request is served as HTTP (see `http1`).
-6. Whole replies and pieces of a stream, the most frequent writes, are plain calls (see `response`).
+6. Whole replies and pieces of a stream, the most frequent writes, are synchronous calls (see `response`).
 7. If a response is written before the request's body is complete, a small rest of the body is read and discarded, and
    the connection is kept. With a larger rest the connection lingers: up to `LINGER_BYTES` are read and discarded within
    `LINGER_SECONDS`, so that the client can read the response before the connection closes.
@@ -16,23 +16,23 @@ Rules
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, cast
+from typing import cast
 
 import msgspec
-import uvicorn
-from uvicorn.server import ServerState
 
 from dragoman.config.settings import Limits
 from dragoman.core.errors import DragomanError, RequestTimeout
 from dragoman.core.ids import new_id
 from dragoman.protocols.registry import Family, family
-from dragoman.server.asgi import DIRECT, Scope
-from dragoman.server.http.flow_control import LINGER_BYTES, READ_AHEAD, HeadTimer, IdleTimer, ReadBuffer, WriteTimer
 from dragoman.server.http.http1 import ChunkedBody, FixedBody, RequestHead, parse_target
-from dragoman.server.http.response import Headers, Response
-from dragoman.server.telemetry import Recorder, RequestRecord
+from dragoman.server.http.read_buffer import LINGER_BYTES, READ_AHEAD, ReadBuffer
+from dragoman.server.http.response import DIRECT, HeaderLines, Receive, Response, Scope, Send
+from dragoman.server.telemetry.metrics import RequestRecord
+from dragoman.server.telemetry.recorder import Recorder
 
 log = logging.getLogger("dragoman.server")
 
@@ -40,92 +40,112 @@ ASGI = {"version": "3.0", "spec_version": "2.3"}
 LINGER_SECONDS = 2.0
 TLS_CLOSE_SECONDS = 0.5
 
-AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-def connection_class(limits: Limits, telemetry: Recorder) -> type["HttpConnection"]:
-    """The connection class for these limits."""
-    return type("LimitedHttpConnection", (HttpConnection,), {"limits": limits, "telemetry": telemetry})
+@dataclass
+class ServerState:
+    """What the connections of a server share."""
+
+    app: AsgiApp
+    limits: Limits
+    telemetry: Recorder
+    keep_alive_seconds: float = 75.0
+    default_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    connections: set["HttpConnection"] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class HttpConnection(asyncio.Protocol):
-    limits: Limits
-    telemetry: Recorder
     transport: asyncio.Transport
     buffer: ReadBuffer
     _head: RequestHead | None = None
-    """The head that is arriving."""
     _body: FixedBody | ChunkedBody | None = None
-    """The body that is arriving."""
     _response: Response | None = None
     """The response to the latest request."""
     _is_lingering = False
-    _linger_timer: asyncio.TimerHandle | None = None
+    _head_due = _close_due = _abort_due = math.inf
+    """When the head must have arrived, and when the connection is closed or aborted."""
+    _is_head_late = False
+    _received_at = 0.0
+    _unread = 0
+    _read_at = 0.0
+    """When the client has read last, while output is waiting."""
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        self._app = cast("AsgiApp", config.loaded_app)
-        self._keep_alive_seconds = config.timeout_keep_alive
-        self._state = server_state
-        self._loop = _loop or asyncio.get_running_loop()
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._limits = state.limits
+        self._loop = asyncio.get_running_loop()
         self.writable = asyncio.Event()
         self.writable.set()
 
     @property
-    def default_headers(self) -> Headers:
+    def default_headers(self) -> HeaderLines:
         return self._state.default_headers
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport = cast("asyncio.Transport", transport)
-        self._state.connections.add(self)  # type: ignore[arg-type]
-        loop = self._loop
-        self.buffer = ReadBuffer(transport, loop)
-        self._head_timer = HeadTimer(loop, self.limits.body_seconds, self._refuse_late_head)
-        self._idle_timer = IdleTimer(loop, self._keep_alive_seconds, self._is_idle, transport.close)
-        self._write_timer = WriteTimer(transport, loop, self.limits.write_seconds)
+        self._state.connections.add(self)
+        self.buffer = ReadBuffer(transport)
+        self._head_due = self._loop.time() + self._limits.body_seconds
         self._addresses = {
             "scheme": "https" if transport.get_extra_info("sslcontext") else "http",
             "client": _address(transport.get_extra_info("peername")),
             "server": _address(transport.get_extra_info("sockname")),
         }
-        self._head_timer.start()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._state.connections.discard(self)
-        self.buffer.close()
-        for timer in (self._head_timer, self._idle_timer, self._linger_timer, self._write_timer):
-            if timer is not None:
-                timer.cancel()
+        self.buffer.data = b""
         if self._response is not None:
             self._response.disconnect()
+            # The response refers to this object: without this, it would be a cycle.
+            self._response = None
         self.writable.set()
 
     def shutdown(self) -> None:
-        """Called by uvicorn when the server stops."""
+        """Close the connection, after its response if one is being sent."""
         if self._is_answering:
             assert self._response is not None
             self._response.keep_alive = False
         else:
             self.transport.close()
         if self._addresses["scheme"] == "https":
-            self._loop.call_later(TLS_CLOSE_SECONDS, _abort_closed, self.transport, self._loop)
+            # An idle client does not answer TLS's close_notify, and must not delay the stop.
+            self._abort_due = self._loop.time() + TLS_CLOSE_SECONDS
+
+    def check(self, now: float) -> None:
+        """Called regularly: enforce the time limits."""
+        transport, response = self.transport, self._response
+        is_idle = response is not None and response.response_complete and self._head is None
+        self.buffer.check_disconnect()
+        if not self.writable.is_set():
+            # Nothing is written meanwhile, so a smaller buffer means that the client has read.
+            unread = transport.get_write_buffer_size()
+            if unread < self._unread:
+                self._unread, self._read_at = unread, now
+            elif now - self._read_at >= self._limits.write_seconds:
+                transport.abort()
+        elif now >= self._abort_due and transport.is_closing() and not transport.get_write_buffer_size():
+            transport.abort()
+        elif now >= self._close_due:
+            transport.close()
+        elif now >= self._head_due:
+            # The event loop first reads what arrived while the process was suspended.
+            if self._is_head_late:
+                self._refuse_late_head()
+            self._is_head_late = True
+        elif is_idle and now - self._received_at >= self._state.keep_alive_seconds:
+            transport.close()
 
     @property
     def _is_answering(self) -> bool:
         return self._response is not None and not self._response.response_complete
 
-    def _is_idle(self) -> bool:
-        return self._head is None and not self._is_answering
-
     # Receiving
 
     def data_received(self, data: bytes) -> None:
-        self._idle_timer.last_received = self._loop.time()
+        self._received_at = self._loop.time()
         if self._is_lingering:
             self.buffer.discard(len(data))
         elif self.buffer.data:
@@ -146,12 +166,12 @@ class HttpConnection(asyncio.Protocol):
         except DragomanError as error:
             self._refuse(error)
             return
-        if not self._is_answering and self._body is None:
-            self._head_timer.start()
+        if not self._is_answering and self._body is None and self._head_due == math.inf:
+            self._head_due = self._loop.time() + self._limits.body_seconds
 
     def _feed_head(self, data: bytes) -> bytes:
         if self._head is None:
-            self._head = RequestHead(self.limits.header_bytes)
+            self._head = RequestHead(self._limits.header_bytes)
         head = self._head
         rest = head.feed(data)
         if head.is_complete:
@@ -174,10 +194,10 @@ class HttpConnection(asyncio.Protocol):
             **self._addresses,
         }
         self._head = None
-        self._head_timer.cancel()
+        self._head_due, self._is_head_late = math.inf, False
         self._response = response = Response(scope, self, head.expects_continue, head.keep_alive)
         if head.is_chunked:
-            self._body = ChunkedBody(self.limits.header_bytes)
+            self._body = ChunkedBody(self._limits.header_bytes)
         elif head.content_length:
             self._body = FixedBody(head.content_length)
         else:
@@ -208,10 +228,7 @@ class HttpConnection(asyncio.Protocol):
             self.buffer.discard(len(data))
             return b""
         self._body = None
-        if self._linger_timer is not None:
-            self._linger_timer.cancel()
-            self._linger_timer = None
-        self._idle_timer.start()
+        self._close_due = math.inf
         return rest
 
     # Answering
@@ -219,7 +236,7 @@ class HttpConnection(asyncio.Protocol):
     async def _answer(self, response: Response) -> None:
         """Run the app. It handles its own errors; a request that it leaves unanswered gets a plain 500."""
         try:
-            await self._app(response.scope, response.receive, response.send)
+            await self._state.app(response.scope, response.receive, response.send)
         except BaseException:
             log.exception("a request was not answered")
         if not (response.response_complete or response.disconnected):
@@ -228,13 +245,11 @@ class HttpConnection(asyncio.Protocol):
         self._state.tasks.discard(response.task)
 
     def response(self, scope: Scope) -> Response | None:
-        """The response for this scope."""
         response = self._response
         return response if response is not None and response.scope is scope else None
 
     def finish(self, response: Response) -> None:
         """Called when the response is complete: wait for the next request, or close."""
-        self._state.total_requests += 1
         if self.transport.is_closing():
             return
         buffer = self.buffer
@@ -247,14 +262,14 @@ class HttpConnection(asyncio.Protocol):
         if self._body is not None:
             response.body.clear()
             buffer.discarded = 0
-            self._linger_timer = self._loop.call_later(LINGER_SECONDS, self.transport.close)
+            self._close_due = self._loop.time() + LINGER_SECONDS
             buffer.resume()
             return
         if buffer.data:
             data, buffer.data = buffer.data, b""
             self._feed(data)
         buffer.resume()
-        self._idle_timer.start()
+        self._received_at = self._loop.time()
 
     @property
     def can_drain(self) -> bool:
@@ -268,17 +283,17 @@ class HttpConnection(asyncio.Protocol):
         self._is_lingering = True
         self.buffer.data = b""
         self.buffer.discarded = 0
-        self._head_timer.cancel()
+        self._head_due = math.inf
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.buffer.resume()
-        self._linger_timer = self._loop.call_later(LINGER_SECONDS, self.transport.close)
+        self._close_due = self._loop.time() + LINGER_SECONDS
 
     def _refuse_late_head(self) -> None:
         if self._head is None or not self._head.is_started:
             self.transport.close()
             return
-        self._refuse(RequestTimeout(f"the headers took longer than {self.limits.body_seconds:g} s to arrive"))
+        self._refuse(RequestTimeout(f"the headers took longer than {self._limits.body_seconds:g} s to arrive"))
 
     def _refuse(self, error: DragomanError) -> None:
         """Answer an invalid or late request with an error, and close the connection."""
@@ -288,26 +303,17 @@ class HttpConnection(asyncio.Protocol):
         if self._body is None or (response is not None and not response.response_started):
             record = RequestRecord(id=new_id("req-"), route="", status=error.status, error=error.code)
             self.transport.write(_encode_refusal(error, record.id, _error_family(self._head, response)))
-            self.telemetry.request(record)
+            self._state.telemetry.request(record)
         if response is not None:
             response.disconnect()
         self._linger()
 
     def pause_writing(self) -> None:
         self.writable.clear()
-        self._write_timer.start()
+        self._unread, self._read_at = self.transport.get_write_buffer_size(), self._loop.time()
 
     def resume_writing(self) -> None:
         self.writable.set()
-        self._write_timer.cancel()
-
-
-def _abort_closed(transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-    """Abort once the output is sent: an idle client does not answer TLS's close_notify, and must not delay the stop."""
-    if not transport.is_closing() or transport.get_write_buffer_size():
-        loop.call_later(TLS_CLOSE_SECONDS, _abort_closed, transport, loop)
-    else:
-        transport.abort()
 
 
 def _address(name: object) -> tuple[str, int] | None:

@@ -37,8 +37,6 @@ def headers_too_large(limit: int) -> DragomanError:
 
 
 class RequestHead:
-    """One request head as it arrives."""
-
     __slots__ = (
         *("_codings", "_expect", "_limit", "_parser", "_size", "_tail"),
         *("content_length", "headers", "is_complete", "keep_alive", "method", "url", "version"),
@@ -90,7 +88,7 @@ class RequestHead:
             # Parsed before refused: path and headers determine the error format.
             raise headers_too_large(self._limit)
         if self.is_complete != (found >= 0):
-            raise BadRequest("this is not a valid HTTP request")
+            raise BadRequest("malformed HTTP request")
         if self.is_complete:
             self._check()
         return data[end:]
@@ -102,7 +100,7 @@ class RequestHead:
             # The head is complete. `Upgrade` is ignored.
             pass
         except httptools.HttpParserError as error:
-            raise BadRequest("this is not a valid HTTP request") from error
+            raise BadRequest("malformed HTTP request") from error
 
     def _check(self) -> None:
         if self.method == "CONNECT" or self.version not in VERSIONS:
@@ -111,7 +109,7 @@ class RequestHead:
         if not codings:
             return
         if codings[-1] != b"chunked" or b"chunked" in codings[:-1] or self.version == "1.0":
-            raise BadRequest("the only Transfer-Encoding is 'chunked', once, and in HTTP/1.1")
+            raise BadRequest("Transfer-Encoding must be exactly 'chunked', and only in HTTP/1.1")
         if len(codings) > 1:
             raise NotSupported("compressed transfer codings are not supported; send 'Transfer-Encoding: chunked'")
 
@@ -152,8 +150,6 @@ def parse_target(url: bytes) -> tuple[str, bytes, bytes]:
 
 
 class FixedBody:
-    """A body of known length."""
-
     __slots__ = ("left",)
 
     def __init__(self, length: int) -> None:
@@ -170,8 +166,6 @@ class FixedBody:
 
 
 class ChunkedBody:
-    """A body in chunks."""
-
     __slots__ = ("_ends_chunk", "_extra", "_in_trailers", "_limit", "_line", "_size")
 
     left = None

@@ -1,25 +1,29 @@
-"""Writes the response to one request of a connection.
+"""One request on an HTTP connection: reads its body and writes its response.
 
 Rules
 1. The head and the first part of the body are one write, which saves a system call and a packet.
 2. Nothing is written to a connection that is closing: uvloop raises where asyncio drops the bytes.
-3. Three frequent operations are plain calls that fail instead of waiting: `take_body` for a body that has arrived,
-   `reply` for a whole response, `write` for a piece of a stream. `receive` and `send` wait.
+3. Three frequent operations are synchronous calls that fail instead of waiting: `take_body` for a body that has
+   arrived, `reply` for a whole response, `write` for a piece of a stream. `receive` and `send` wait.
 4. A body without a length is chunked. HTTP/1.0 has no chunks: there the end of the connection ends the body.
 5. 204, 304 and responses to HEAD have no body; 204 and 304 have no Content-Length either.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from http import HTTPStatus
 from typing import Any, Protocol
 
-from dragoman.server.http.flow_control import ReadBuffer
+from dragoman.server.http.read_buffer import ReadBuffer
 
-Headers = Iterable[tuple[bytes, bytes]]
-Message = Any
-"""An ASGI message."""
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+HeaderLines = Iterable[tuple[bytes, bytes]]
 
+DIRECT = "dragoman.direct"
+"""ASGI scope extension. Its value is the connection; `connection.response(scope)` returns the `Response`."""
 CHUNK = b"%x\r\n%b\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -28,30 +32,7 @@ PHRASES = {status.value: status.phrase for status in HTTPStatus}
 STATUS_LINES = {status: f"HTTP/1.1 {status} {PHRASES.get(status, '')}\r\n".encode() for status in range(100, 600)}
 
 
-class OneShotEvent:
-    """A cheap asyncio.Event for a single waiter. Most requests arrive in one piece and never wait."""
-
-    __slots__ = ("_is_set", "_waiter")
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def set(self) -> None:
-        self._is_set = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def clear(self) -> None:
-        self._is_set = False
-
-    async def wait(self) -> None:
-        if not self._is_set:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-
-
-class ClientConnection(Protocol):
+class ResponseConnection(Protocol):
     """The part of a connection that a response uses."""
 
     transport: asyncio.Transport
@@ -60,7 +41,7 @@ class ClientConnection(Protocol):
     """Cleared while the client does not read."""
 
     @property
-    def default_headers(self) -> Headers: ...
+    def default_headers(self) -> HeaderLines: ...
 
     @property
     def can_drain(self) -> bool:
@@ -72,7 +53,6 @@ class ClientConnection(Protocol):
 
 class Response:
     task: asyncio.Task[None]
-    """The task that answers."""
     disconnected = False
     more_body = True
     response_started = False
@@ -82,20 +62,17 @@ class Response:
     _head = b""
     """The response's head, until it is written with the beginning of the body."""
 
-    def __init__(
-        self, scope: dict[str, Any], connection: ClientConnection, expects_continue: bool, keep_alive: bool
-    ) -> None:
+    def __init__(self, scope: Scope, connection: ResponseConnection, expects_continue: bool, keep_alive: bool) -> None:
         self.scope = scope
         self.keep_alive = keep_alive
         self.body = bytearray()
         """The part of the request's body that has arrived and was not read."""
-        self.arrival = OneShotEvent()
+        self.arrival = asyncio.Event()
         """Set when more of the body has arrived, or the connection or the response has ended."""
         self._connection = connection
         self._expects_continue = expects_continue
 
     def disconnect(self) -> None:
-        """The connection has ended."""
         if not self.response_complete:
             self.disconnected = True
             self.arrival.set()
@@ -143,7 +120,7 @@ class Response:
         elif message["type"] == "http.response.body":
             self._continue(message.get("body", b""), message.get("more_body", False))
 
-    def reply(self, status: int, headers: Headers, body: bytes) -> bool:
+    def reply(self, status: int, headers: HeaderLines, body: bytes) -> bool:
         """Write a whole response; False if it would have to wait."""
         if self.disconnected or not self._connection.writable.is_set():
             return False
@@ -158,7 +135,7 @@ class Response:
         self._put(CHUNK % (len(data), data))
         return True
 
-    def _begin(self, status: int, headers: Headers) -> None:
+    def _begin(self, status: int, headers: HeaderLines) -> None:
         self.response_started = True
         scope = self.scope
         is_bodiless = status in WITHOUT_BODY

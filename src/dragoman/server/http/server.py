@@ -1,90 +1,186 @@
 """The HTTP server of one process: listening sockets, TLS and graceful shutdown.
 
 Rules
-1. On shutdown no new connections are accepted. Running requests have the grace time; the rest get an error.
-2. A forced shutdown skips the grace time, and does not wait for clients that do not read.
+1. Without a free file descriptor, connections wait in the socket's backlog. The acceptor retries after
+   `RETRY_SECONDS`, and logs one line per `LOG_SECONDS`. (uvloop's own server would drop them.)
+2. At most `BATCH` connections are accepted in one turn of the event loop.
+3. On shutdown no new connections are accepted. Running requests have the grace time; the rest get an error.
+4. A forced shutdown skips the grace time, and does not wait for clients that do not read.
 """
 
 import asyncio
+import ctypes
 import errno
 import gc
 import logging
-import math
 import os
 import socket
 import ssl
 import sys
+import time
+from collections.abc import Callable, Sequence
+from email.utils import formatdate
 from pathlib import Path
-
-import uvicorn
-from uvicorn.config import STARTUP_FAILURE
 
 from dragoman.config.sections import Tls
 from dragoman.core.errors import ConfigError
 from dragoman.server.base_app import BaseApp
-from dragoman.server.http.acceptor import Acceptor
-from dragoman.server.http.bodies import return_large_blocks
-from dragoman.server.http.connection import connection_class
+from dragoman.server.http.connection import HttpConnection, ServerState
 
 log = logging.getLogger("dragoman")
+connection_log = logging.getLogger("dragoman.server")
 
-ERROR_SECONDS = 2
+BACKLOG = 2048
+BATCH = 32
+RETRY_SECONDS = 0.2
+LOG_SECONDS = 60.0
+CHECK_SECONDS = 0.5
+"""Interval at which the time limits of all connections are checked."""
+POLL_SECONDS = 0.05
+ERROR_SECONDS = 2.0
 """Time after the grace time to send errors to requests that cannot finish."""
 FORCED_STOP_SECONDS = 1.0
+"""The same for a forced shutdown."""
+M_MMAP_THRESHOLD = -3
+"""The value of this option in glibc's malloc.h."""
+LARGE_BLOCK = 1024 * 1024
+"""Bytes."""
 
 
-class HttpServer(uvicorn.Server):
-    def __init__(self, app: BaseApp) -> None:
-        super().__init__(_uvicorn_config(app))
-        self._grace = math.ceil(app.settings.grace_seconds)
-        self._is_closing = False
-        self._is_forced = False
+class HttpServer:
+    """Serves the app on the listening sockets, which it closes at the end."""
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        config = self.config
-        listeners = bind_sockets(config.host, config.port) if sockets is None else sockets
-        await self.lifespan.startup()
-        if self.lifespan.should_exit:
-            sys.exit(STARTUP_FAILURE)
-        self.servers = [Acceptor(one, self._connection, config.ssl) for one in listeners]  # type: ignore[misc]
-        self.started = True
+    def __init__(self, app: BaseApp, listeners: Sequence[socket.socket]) -> None:
+        settings = app.settings
+        self._app = app
+        self._listeners = listeners
+        self._tls = None if settings.tls is None else tls_context(settings.tls)
+        self.state = ServerState(app, settings.limits, app.telemetry)
+        self._acceptors: list[Acceptor] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._forced = 0
 
-    def _connection(self) -> asyncio.Protocol:
-        connection: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        return connection
+    async def run(self, stopping: asyncio.Event, on_started: Callable[[], None]) -> None:
+        """Accept connections; return when the event is set. Connections are accepted until `stop`."""
+        state = self.state
+        shortest = min(state.limits.body_seconds, state.limits.write_seconds, state.keep_alive_seconds)
+        self._check(min(CHECK_SECONDS, shortest / 4))
+        self._acceptors = [Acceptor(one, lambda: HttpConnection(state), self._tls) for one in self._listeners]
+        on_started()
+        await stopping.wait()
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._is_closing = True
-        # Even without grace time this runs after uvicorn has closed the listeners.
-        timer = asyncio.get_running_loop().call_later(0 if self._is_forced else self._grace, self._end_requests)
-        try:
-            await super().shutdown(sockets)
-        finally:
-            timer.cancel()
-        if self.force_exit:
-            await self.lifespan.shutdown()
+    def _check(self, seconds: float) -> None:
+        """Check all connections and update the `Date` header, now and then at this interval."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(seconds, self._check, seconds)
+        self.state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+        now = loop.time()
+        for connection in list(self.state.connections):
+            connection.check(now)
 
-    def force_stop(self) -> None:
-        """Stop without grace time. A second call does not even wait for errors to be sent."""
-        if self._is_forced:
-            self._exit_now()
-        self.should_exit = self._is_forced = True
-        if self._is_closing:
-            self._end_requests()
+    def announce_stop(self) -> None:
+        self._app.stop_requests()
 
-    def _end_requests(self) -> None:
-        running = list(self.server_state.tasks)
+    async def stop(self, grace_seconds: float) -> None:
+        self._close_listeners()
+        for connection in list(self.state.connections):
+            connection.shutdown()
+        await self._wait_until_ended(grace_seconds, forced=1)
+        running = list(self.state.tasks)
         if running:
             log.info("cancelling %d requests that did not finish", len(running))
         for task in running:
             task.cancel()
-        if self._is_forced:
-            asyncio.get_running_loop().call_later(FORCED_STOP_SECONDS, self._exit_now)
+        await self._wait_until_ended(FORCED_STOP_SECONDS if self._forced else ERROR_SECONDS, forced=2)
 
-    def _exit_now(self) -> None:
-        self.force_exit = True
+    async def _wait_until_ended(self, seconds: float, forced: int) -> None:
+        """Wait for the end of all connections and requests, or for this many calls of `force_stop`."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self._forced < forced:
+            if not (self.state.connections or self.state.tasks):
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
+    def force_stop(self) -> None:
+        """Stop without grace time. A second call does not even wait for errors to be sent."""
+        self._forced += 1
+
+    kill = force_stop
+
+    async def end(self) -> None:
+        """Release everything, whether or not the server has started."""
+        self._close_listeners()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _close_listeners(self) -> None:
+        for acceptor in self._acceptors:
+            acceptor.close()
+        for listener in self._listeners:
+            listener.close()
+
+
+class Acceptor:
+    """Accepts the connections of one listening socket."""
+
+    def __init__(
+        self, listener: socket.socket, connection: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None
+    ) -> None:
+        self._listener = listener
+        self._connection = connection
+        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        self._retry: asyncio.TimerHandle | None = None
+        self._logged_at = -LOG_SECONDS
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        self._resume()
+
+    def close(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+
+    def _resume(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(BATCH):
+            try:
+                accepted, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._pause(error)
+                return
+            accepted.setblocking(False)
+            task = self._loop.create_task(self._open(accepted))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    def _pause(self, error: OSError) -> None:
+        self._loop.remove_reader(self._listener)
+        self._retry = self._loop.call_later(RETRY_SECONDS, self._resume)
+        if time.monotonic() - self._logged_at >= LOG_SECONDS:
+            self._logged_at = time.monotonic()
+            message = "cannot accept connections: %s; allow more open files (ulimit -n)"
+            connection_log.error(message, error.strerror or error)
+
+    async def _open(self, accepted: socket.socket) -> None:
+        try:
+            transport, _ = await self._loop.connect_accepted_socket(self._connection, accepted, ssl=self._tls)
+        except OSError as error:
+            # The client disconnected, or the TLS handshake failed.
+            connection_log.debug("a connection could not be opened: %s", error)
+            accepted.close()
+            return
+        if self._is_closed:
+            transport.close()
 
 
 def tls_context(tls: Tls) -> ssl.SSLContext:
@@ -93,7 +189,7 @@ def tls_context(tls: Tls) -> ssl.SSLContext:
         context.load_cert_chain(tls.certificate, tls.key)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ConfigError(f"tls: {tls.certificate} and {tls.key} cannot be used: {reason}") from error
+        raise ConfigError(f"{tls.certificate} and {tls.key} cannot be used for TLS: {reason}") from error
     return context
 
 
@@ -138,9 +234,13 @@ def _inode(path: str | None) -> tuple[int, int] | None:
 def bind_sockets(host: str, port: int, is_shared: bool = False) -> list[socket.socket]:
     """Bind one socket for each address of the host. On Linux other processes can bind the same shared port."""
     bound: list[socket.socket] = []
-    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror or error}") from error
     for family, kind, protocol, _, address in dict.fromkeys(addresses):
         listener = socket.socket(family, kind, protocol)
+        # As POSIX servers do: closing connections of an earlier server do not block the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if is_shared and sys.platform == "linux":
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -152,12 +252,14 @@ def bind_sockets(host: str, port: int, is_shared: bool = False) -> list[socket.s
         try:
             listener.bind(address)
         except OSError as error:
-            raise ConfigError(bind_error(host, port, error)) from error
+            for one in (*bound, listener):
+                one.close()
+            raise ConfigError(_bind_error(host, port, error)) from error
         bound.append(listener)
     return bound
 
 
-def bind_error(host: str, port: int, error: OSError) -> str:
+def _bind_error(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"port {port} on {host} is in use; stop what runs there or choose another with --port"
     if error.errno == errno.EACCES:
@@ -165,31 +267,14 @@ def bind_error(host: str, port: int, error: OSError) -> str:
     return f"cannot listen on {host} port {port}: {error.strerror or error}"
 
 
-def _uvicorn_config(app: BaseApp) -> uvicorn.Config:
-    settings = app.settings
-    tls = settings.tls
-    return uvicorn.Config(
-        app,
-        host=settings.host,
-        port=settings.port,
-        http=connection_class(settings.limits, app.telemetry),
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=math.ceil(settings.grace_seconds) + ERROR_SECONDS,
-        ssl_context_factory=None if tls is None else lambda config, default: tls_context(tls),
-    )
-
-
 def tune_memory() -> None:
-    """Tune memory management after startup: existing objects are exempt from garbage collection, which runs less often,
-    and freed large blocks return to the system."""
+    """Tune memory management after startup: existing objects are exempt from garbage collection, and freed large blocks
+    return to the system, because glibc maps each of them separately.
+
+    The youngest generation is collected less often than by default. The oldest one is collected more often: closed
+    connections are reference cycles, and those of long streams are in it."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
-    return_large_blocks()
+    gc.set_threshold(20_000, 5, 2)
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)

@@ -1,23 +1,83 @@
-"""Counters and histograms of a run.
+"""What is measured: the record of one request, the meter that fills it, and the counters of the run.
 
 Rules
-1. Only served models become labels, never names sent by clients, paths or keys. So the number of series is bounded.
-2. Adding a value is cheap. Expensive work happens when the metrics are read (see `exposition`).
+1. A finished choice counts with the usage that it reports. The tokens of an unfinished choice are counted separately.
+2. Tokens that arrive together share the time since the previous token of their choice.
+3. If the engine reports no counts, as some upstream servers, tokens are estimated from the length of the text. A usage
+   at the end replaces the estimate. Without one, the estimate counts as unfinished tokens, and so does an estimate of
+   the prompt. Clients never get these estimates.
+4. Only served models become labels, never names sent by clients, paths or keys. So the number of series is bounded.
 """
 
+import math
 import time
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from dragoman.server.telemetry.record import CLIENT_DISCONNECTED, RequestRecord
+import msgspec
 
+from dragoman.core.events import Event, Finished, ReasoningDelta, Started, TextDelta, ToolCallDelta, Usage
+
+CLIENT_DISCONNECTED = 499
+"""The status of a request whose client disconnected before the end."""
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 GAPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-RECENT_SECONDS = 60
-TOKENS = ("prompt", "completion", "cached", "reasoning", "unfinished")
+MINUTE = 60
+TOKENS = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens", "unfinished_tokens")
+"""Fields of a record."""
 BATCH = 64
 """Ended requests are counted in batches of this size, and before every read."""
+CHARACTERS_PER_TOKEN = 4
+
+
+class RequestRecord(msgspec.Struct, omit_defaults=True):
+    """Filled while the request runs, written when it has ended.
+
+    `scope` is the kind of route. `route` is the path as sent; it is never used as a label.
+    """
+
+    id: str
+    route: str
+    scope: str | None = None
+    principal: str = "anonymous"
+    client: str | None = None
+    scheme: str | None = None
+    """The scheme of the client's connection, if a trusted proxy reports it."""
+    model: str | None = None
+    status: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    unfinished_tokens: int = 0
+    """Tokens of choices that were cut off, or whose server reports no usage. No client gets this number."""
+    queue_us: int | None = None
+    first_event_us: int | None = None
+    first_token_us: int | None = None
+    duration_us: int = 0
+    finish: str | None = None
+    error: str | None = None
+    warnings: int = 0
+    trace: str | None = None
+    """The client's `traceparent`, if tracing is on."""
+
+    def count(self, usage: Usage) -> None:
+        self.prompt_tokens += usage.prompt
+        self.completion_tokens += usage.completion
+        self.cached_tokens += usage.cached
+        self.reasoning_tokens += usage.reasoning
+
+    @property
+    def spent_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens + self.unfinished_tokens
+
+    def line(self) -> str:
+        tokens = f"{self.prompt_tokens}+{self.completion_tokens} tokens"
+        parts = (self.id, self.principal, self.route, self.model or "-", str(self.status), tokens)
+        end = self.error or self.finish or "-"
+        return f"{' '.join(parts)} {self.duration_us / 1000:.1f} ms {end}"
 
 
 class Histogram:
@@ -29,11 +89,7 @@ class Histogram:
         """Number of values per bucket. The last bucket has the values above all bounds."""
         self.total = 0.0
 
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def add_shared(self, value: float, parts: int) -> None:
+    def add(self, value: float, parts: int = 1) -> None:
         """Add a value as this many equal parts."""
         self.counts[bisect_left(self.bounds, value / parts)] += parts
         self.total += value
@@ -48,9 +104,7 @@ class Histogram:
         if not any(self.counts):
             return None
         taken = tuple(self.counts), self.total
-        # In place, because meters refer to the list.
-        self.counts[:] = [0] * len(self.counts)
-        self.total = 0.0
+        self.counts, self.total = [0] * len(self.counts), 0.0
         return taken
 
     @property
@@ -68,28 +122,57 @@ class Histogram:
         return self.bounds[-1] if self.count else None
 
 
-class RecentRate:
-    """The rate over the last minute, stored per second."""
+@dataclass(slots=True)
+class _Second:
+    """The amount taken in one second. It expires a minute after the last of it was taken."""
+
+    at: int
+    taken: int = 0
+    expires: float = math.inf
+
+
+class MinuteWindow:
+    """The amount taken in the last minute, stored per second."""
 
     def __init__(self) -> None:
-        self._amounts = [0] * RECENT_SECONDS
-        self._began = self._last = int(time.monotonic())
+        self._seconds: deque[_Second] = deque()
+        """Oldest first."""
+        self._taken = 0
+
+    def taken(self, now: float) -> int:
+        while self._seconds and self._seconds[0].expires <= now:
+            self._taken -= self._seconds.popleft().taken
+        return self._taken
+
+    def take(self, amount: int, now: float) -> None:
+        self._taken = self.taken(now) + amount
+        second = math.floor(now)
+        if not self._seconds or self._seconds[-1].at != second:
+            self._seconds.append(_Second(second))
+        self._seconds[-1].taken += amount
+        self._seconds[-1].expires = now + MINUTE
+
+    def release(self, amount: int, taken_at: float) -> None:
+        """Return a part of what was taken at that time, if it has not expired."""
+        second = math.floor(taken_at)
+        for entry in reversed(self._seconds):
+            if entry.at == second:
+                entry.taken -= amount
+                self._taken -= amount
+                return
+
+
+class RecentRate(MinuteWindow):
+    def __init__(self) -> None:
+        super().__init__()
+        self._began = time.monotonic()
 
     def add(self, amount: int) -> None:
-        now = int(time.monotonic())
-        if now != self._last:
-            self._expire(now)
-        self._amounts[now % RECENT_SECONDS] += amount
-
-    def _expire(self, now: int) -> None:
-        for second in range(max(self._last + 1, now - RECENT_SECONDS + 1), now + 1):
-            self._amounts[second % RECENT_SECONDS] = 0
-        self._last = now
+        self.take(amount, time.monotonic())
 
     def per_second(self) -> float:
-        now = int(time.monotonic())
-        self._expire(now)
-        return sum(self._amounts) / min(RECENT_SECONDS, max(1, now - self._began))
+        now = time.monotonic()
+        return self.taken(now) / min(MINUTE, max(1, now - self._began))
 
 
 class ModelMetrics:
@@ -98,11 +181,7 @@ class ModelMetrics:
         """By scope and status."""
         self.errors: Counter[str] = Counter()
         """By code, including failures after the start of a stream."""
-        self.prompt_tokens = 0
-        self.completion_tokens = 0
-        self.cached_tokens = 0
-        self.reasoning_tokens = 0
-        self.unfinished_tokens = 0
+        self.tokens = dict.fromkeys(TOKENS, 0)
         self.first_token = Histogram(SECONDS)
         self.gaps = Histogram(GAPS)
         self.queue = Histogram(SECONDS)
@@ -118,12 +197,94 @@ class ModelMetrics:
             self.first_token.add(record.first_token_us / 1e6)
         if record.error is not None:
             self.errors[record.error] += 1
-        self.prompt_tokens += record.prompt_tokens
-        self.completion_tokens += record.completion_tokens
-        self.cached_tokens += record.cached_tokens
-        self.reasoning_tokens += record.reasoning_tokens
-        self.unfinished_tokens += record.unfinished_tokens
+        for kind in TOKENS:
+            self.tokens[kind] += getattr(record, kind)
         self.recent.add(record.completion_tokens)
+
+
+class Meter:
+    __slots__ = ("_began", "_estimate", "_gaps", "_open", "_prompt", "_record")
+
+    def __init__(
+        self, record: RequestRecord, metrics: ModelMetrics, began: float, estimate: Callable[[], int] = int
+    ) -> None:
+        """`estimate` returns the tokens of the prompt, for engines that report none."""
+        self._record = record
+        self._gaps = metrics.gaps
+        self._began = began
+        self._estimate = estimate
+        self._open: dict[int, list[float]] = {}
+        """Per unfinished choice: the time of its last token, its reported tokens, its estimated tokens."""
+        self._prompt = 0
+
+    def note(self, choice: int, events: Sequence[Event], now: float) -> None:
+        tokens = 0
+        for event in events:
+            # Faster than `in` or isinstance with a tuple.
+            if type(event) is TextDelta or type(event) is ReasoningDelta or type(event) is ToolCallDelta:
+                tokens += event.count
+        state = self._open.get(choice)
+        if state is None:
+            state = self._begin(choice, events[0], tokens, now)
+        elif tokens:
+            if state[1]:
+                self._gaps.add(now - state[0], tokens)
+            elif self._record.first_token_us is None:
+                self._record.first_token_us = int((now - self._began) * 1e6)
+            state[0] = now
+            state[1] += tokens
+        if not tokens and not state[1]:
+            self._estimate_tokens(state, events, now)
+        last = events[-1]
+        if type(last) is Finished:
+            self._record.finish = last.reason
+            if last.usage is not None:
+                self._record.count(last.usage)
+                if last.usage.completion or not state[2]:
+                    del self._open[choice]
+
+    def _estimate_tokens(self, state: list[float], events: Sequence[Event], now: float) -> None:
+        tokens = 0
+        for event in events:
+            if type(event) is TextDelta or type(event) is ReasoningDelta:
+                text = event.text
+            elif type(event) is ToolCallDelta:
+                text = event.arguments
+            else:
+                continue
+            if text:
+                tokens += len(text) // CHARACTERS_PER_TOKEN or 1
+        if not tokens:
+            return
+        if state[2]:
+            self._gaps.add(now - state[0], tokens)
+        elif self._record.first_token_us is None:
+            self._record.first_token_us = int((now - self._began) * 1e6)
+        state[0] = now
+        state[2] += tokens
+
+    def _begin(self, choice: int, first: Event, tokens: int, now: float) -> list[float]:
+        self._open[choice] = state = [now, tokens, 0]
+        if type(first) is Started and first.prompt_tokens > self._prompt:
+            self._prompt = first.prompt_tokens
+        record, elapsed = self._record, int((now - self._began) * 1e6)
+        if record.first_event_us is None:
+            record.first_event_us = elapsed
+        if tokens and record.first_token_us is None:
+            record.first_token_us = elapsed
+        return state
+
+    def close(self) -> None:
+        """Count the unfinished choices when the request has ended."""
+        if self._open:
+            tokens = int(sum(reported or estimated for _, reported, estimated in self._open.values()))
+            if not self._record.prompt_tokens:
+                is_estimated = not self._prompt and any(estimated for _, _, estimated in self._open.values())
+                tokens += self._estimate() if is_estimated else self._prompt
+            self._record.unfinished_tokens = tokens
+            self._open.clear()
+        # The estimate refers to the whole request, which must be freed before this meter.
+        self._estimate = int
 
 
 class Metrics:
@@ -136,14 +297,13 @@ class Metrics:
         """Requests refused by the limits of a key, by kind."""
 
     def for_model(self, model: str) -> ModelMetrics:
-        """The metrics of a served model."""
         metrics = self._models.get(model)
         if metrics is None:
             metrics = self._models[model] = ModelMetrics()
         return metrics
 
     def add(self, record: RequestRecord) -> None:
-        """Counting in batches is several times cheaper than counting one by one."""
+        """Count an ended request, later: counting in batches is several times cheaper."""
         self._ended.append(record)
         if len(self._ended) >= BATCH:
             self._count_ended()
@@ -171,5 +331,5 @@ class Metrics:
             "requests": sum(one.requests.total() for one in all_metrics),
             "errors": sum(one.errors.total() for one in all_metrics),
             "cancelled": sum(count for status, count in statuses if status == CLIENT_DISCONNECTED),
-            **{f"{kind}_tokens": sum(getattr(one, f"{kind}_tokens") for one in all_metrics) for kind in TOKENS},
+            **{kind: sum(one.tokens[kind] for one in all_metrics) for kind in TOKENS},
         }

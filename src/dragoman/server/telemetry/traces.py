@@ -8,7 +8,7 @@ import time
 
 from dragoman.config.sections import Traces as Settings
 from dragoman.core.errors import ConfigError
-from dragoman.server.telemetry.record import RequestRecord
+from dragoman.server.telemetry.metrics import RequestRecord
 
 try:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -41,15 +41,16 @@ class TraceExporter:
 
     def request(self, record: RequestRecord) -> None:
         ended = time.time_ns()
+        began = ended - record.duration_us * 1000
+        operation = OPERATIONS.get(record.scope or "", record.scope or "request")
         span = self._tracer.start_span(
-            span_name(record),
+            f"{operation} {record.model}" if record.model else operation,
             context=self._parents.extract({"traceparent": record.trace}) if record.trace else None,
             kind=SpanKind.SERVER,
-            attributes=attributes(record),
-            start_time=ended - record.duration_us * 1000,
+            attributes=_attributes(record),
+            start_time=began,
         )
         if record.first_token_us is not None:
-            began = ended - record.duration_us * 1000
             span.add_event("first_token", timestamp=began + record.first_token_us * 1000)
         if record.error is not None or record.status >= 500:
             span.set_status(StatusCode.ERROR, record.error or str(record.status))
@@ -60,12 +61,7 @@ class TraceExporter:
         self._provider.shutdown()
 
 
-def span_name(record: RequestRecord) -> str:
-    operation = OPERATIONS.get(record.scope or "", record.scope or "request")
-    return f"{operation} {record.model}" if record.model else operation
-
-
-def attributes(record: RequestRecord) -> dict[str, AttributeValue]:
+def _attributes(record: RequestRecord) -> dict[str, AttributeValue]:
     method, _, path = record.route.partition(" ")
     known: dict[str, AttributeValue | None] = {
         "gen_ai.operation.name": OPERATIONS.get(record.scope or ""),

@@ -34,13 +34,7 @@ from .values import (
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
-LOGGED = "(EngineCore pid=7) ERROR 01-02 03:04:05 [core.py:1510] "
-FAILING = {
-    "starved": f"{LOGGED}Traceback (most recent call last):\n{LOGGED}    raise ValueError(\n"
-    f"{LOGGED}ValueError: No available memory for the cache blocks.\n"
-    "Exception: WorkerProc initialization failed. See stack trace for root cause.\n",
-    "silent": "",
-}
+FAILING = {"starved": "(EngineCore pid=7) ERROR ValueError: No available memory for the cache blocks.\n"}
 """Output of the processes of models that fail to start."""
 
 

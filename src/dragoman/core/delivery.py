@@ -1,0 +1,279 @@
+"""Delivery of events from an engine to its listener, in the event loop.
+
+    EventQueue        between callbacks that produce events and one consumer
+    deliver_outputs   runs an engine that is written as a generator
+    pull_events       turns a delivery into an async generator
+
+Rules
+1. Events that were put into a queue before the end or an error are returned first; later ones are dropped.
+2. `take` returns at least one event, or nothing at the end. An empty `put` does not wake the consumer.
+3. `EventQueue.deliver` calls the listener from within `put`. Waking a task per event list is too slow for an engine
+   that advances hundreds of requests in one step. Events are queued only while the listener has asked to wait.
+4. A generator may yield text, events or lists of them, and may leave out `Started` and `Finished`. A plain generator
+   runs in a thread of its own.
+"""
+
+import asyncio
+import inspect
+import logging
+import threading
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+
+from dragoman.core.errors import DragomanError, engine_failure
+from dragoman.core.events import Event, Finished, Listener, Started, TextDelta, notify
+from dragoman.core.request import GenerationRequest
+
+log = logging.getLogger("dragoman.engine")
+
+MAX_BACKLOG = 256
+"""Maximum number of outputs a threaded generator may be ahead of its reader."""
+
+Output = str | Event | Sequence[str | Event]
+"""A string counts as one token. A list or tuple is a batch that became ready together."""
+
+Generate = Callable[[GenerationRequest], Iterable[Output] | AsyncIterable[Output]]
+
+
+class EventQueue:
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._ended = False
+        self._error: Exception | None = None
+        self._wake: asyncio.Future[None] | None = None
+        self._listener: Listener | None = None
+        """Called by `put`, if `deliver` waits."""
+        self._pause: Awaitable[None] | None = None
+        """What `deliver` awaits before the next call of the listener."""
+
+    def __len__(self) -> int:
+        """The number of events in the queue."""
+        return len(self._events)
+
+    def put(self, events: Sequence[Event]) -> None:
+        if not events or self._ended or self._error is not None:
+            return
+        if self._listener is None:
+            self._events.extend(events)
+            self._notify()
+            return
+        try:
+            self._pause = self._listener(events)
+        except Exception as error:  # noqa: BLE001 (`deliver` raises it)
+            self.fail(error)
+        if self._pause is not None:
+            self._listener = None
+            self._notify()
+
+    def end(self) -> None:
+        self._ended = True
+        self._notify()
+
+    def fail(self, error: Exception) -> None:
+        """Raise this error in `take` or `deliver`, after all events before it."""
+        self._error = error
+        self._notify()
+
+    async def take(self) -> Sequence[Event]:
+        """Wait for events and return all of them; nothing at the end."""
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return ()
+            await self._wait()
+        taken, self._events = self._events, []
+        return taken
+
+    async def deliver(self, listener: Listener) -> None:
+        """Pass all events to a listener, until the end."""
+        while self._events or not (self._ended or self._error):
+            if self._events:
+                taken, self._events = self._events, []
+                pause = listener(taken)
+            else:
+                self._listener = listener
+                try:
+                    await self._wait()
+                except asyncio.CancelledError:
+                    if inspect.iscoroutine(self._pause):
+                        # Nothing will await it now.
+                        self._pause.close()
+                    raise
+                finally:
+                    self._listener = None
+                pause, self._pause = self._pause, None
+            if pause is not None:
+                await pause
+        if self._error is not None:
+            # Drop the reference: the traceback of the error refers to this queue, so keeping it would form a cycle.
+            error, self._error, self._ended = self._error, None, True
+            try:
+                raise error
+            finally:
+                del error
+
+    async def _wait(self) -> None:
+        self._wake = asyncio.get_running_loop().create_future()
+        await self._wake
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+async def pull_events(
+    deliver: Callable[[Listener], Coroutine[None, None, None]],
+) -> AsyncGenerator[Sequence[Event], None]:
+    """Turn a delivery into an async generator. The producer waits until each batch has been read."""
+    queue, is_read = EventQueue(), asyncio.Event()
+
+    async def wait_until_read() -> None:
+        await is_read.wait()
+
+    def put(events: Sequence[Event]) -> Awaitable[None]:
+        is_read.clear()
+        queue.put(events)
+        return wait_until_read()
+
+    async def produce() -> None:
+        try:
+            await deliver(put)
+            queue.end()
+        except Exception as error:  # noqa: BLE001 (the reader raises it)
+            queue.fail(error)
+
+    producer = asyncio.create_task(produce())
+    try:
+        while batch := await queue.take():
+            yield batch
+            is_read.set()
+    finally:
+        producer.cancel()
+        await asyncio.gather(producer, return_exceptions=True)
+
+
+async def deliver_outputs(generate: Generate, request: GenerationRequest, listener: Listener) -> None:
+    """Call `listener` with the events of one generation in non-empty lists, `Started` first and `Finished` last."""
+    async with aclosing(_complete_events(generate, request)) as batches:
+        async for events in batches:
+            await notify(listener, events)
+
+
+async def _complete_events(generate: Generate, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
+    try:
+        source = generate(request)
+        outputs = source.__aiter__() if isinstance(source, AsyncIterable) else _in_thread(source)
+        started = False
+        try:
+            async for output in outputs:
+                events = _to_events(output)
+                if not events:
+                    continue
+                if not started:
+                    started = True
+                    if type(events[0]) is not Started:
+                        events = [Started(), *events]
+                finished = _through_finished(events)
+                yield finished or events
+                if finished:
+                    return
+            yield [Finished()] if started else [Started(), Finished()]
+        finally:
+            if isinstance(outputs, AsyncGenerator):
+                await outputs.aclose()
+    except DragomanError:
+        raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # The request was not cancelled: a task inside the engine was.
+        log.exception("request %s: the engine raised", request.id)
+        raise engine_failure(error) from error
+    except Exception as error:
+        log.exception("request %s: the engine raised", request.id)
+        raise engine_failure(error) from error
+
+
+def _through_finished(events: Sequence[Event]) -> Sequence[Event]:
+    """The events up to and including `Finished`; empty if there is no `Finished`."""
+    end = next((at for at, event in enumerate(events, 1) if type(event) is Finished), 0)
+    return events[:end]
+
+
+def _to_events(output: Output) -> Sequence[Event]:
+    if isinstance(output, str):
+        return [TextDelta(output)]
+    if isinstance(output, list | tuple):
+        return [_to_event(entry) for entry in output]
+    return [_to_event(output)]
+
+
+def _to_event(output: object) -> Event:
+    if isinstance(output, str):
+        return TextDelta(output)
+    if isinstance(output, Event):
+        return output
+    raise TypeError(f"an engine yields text, events or lists of them, not {type(output).__name__}")
+
+
+async def _in_thread(source: Iterable[Output]) -> AsyncGenerator[Sequence[Event], None]:
+    """Run a plain generator in a thread, at most MAX_BACKLOG outputs ahead of the reader."""
+    iterator, loop, queue = iter(source), asyncio.get_running_loop(), EventQueue()
+    capacity, is_closed = threading.Semaphore(MAX_BACKLOG), threading.Event()
+    unread = 0
+
+    def put(events: Sequence[Event]) -> None:
+        nonlocal unread
+        unread += 1
+        queue.put(events)
+
+    def call_in_loop(function: Callable[..., None], *arguments: object) -> None:
+        try:
+            loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            # The event loop is closed.
+            is_closed.set()
+
+    def produce() -> None:
+        for output in iterator:
+            # Empty outputs never reach the reader, so the reader could not release their capacity.
+            if events := _to_events(output):
+                capacity.acquire()
+                call_in_loop(put, events)
+            if is_closed.is_set():
+                return
+
+    def run() -> None:
+        error = _catch(produce)
+        closing_error = _catch(getattr(iterator, "close", lambda: None))
+        if closing_error is not None:
+            log.error("the engine's generator raised an exception while closing", exc_info=closing_error)
+        if error is None:
+            call_in_loop(queue.end)
+        else:
+            call_in_loop(queue.fail, error)
+
+    threading.Thread(target=run, name="dragoman-generate", daemon=True).start()
+    try:
+        while batch := await queue.take():
+            capacity.release(unread)
+            unread = 0
+            yield batch
+    finally:
+        is_closed.set()
+        capacity.release()
+
+
+def _catch(function: Callable[[], None]) -> Exception | None:
+    """Call a function of an engine's generator and return its exception."""
+    try:
+        function()
+    except Exception as error:  # noqa: BLE001 (the reader raises it)
+        return error
+    except BaseException as error:
+        # SystemExit and the like would end the event loop if the reader raised them.
+        log.exception("the engine's generator raised %s", type(error).__name__)
+        return engine_failure(error)
+    return None

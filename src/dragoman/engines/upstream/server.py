@@ -1,0 +1,319 @@
+"""One upstream server: requests to it, the features it has rejected, and its models.
+
+A server may reject a field, for example:
+
+    400 "Unsupported parameter: 'temperature' …"     OpenAI            422 [{"loc": ["body", "seed"], …}]     FastAPI
+    400 "… does not support tools"                   Ollama            500 "tools param requires --jinja"     llama.cpp
+
+Rules
+1. An optional field is omitted from then on and reported as ignored, under the name the client used.
+2. Stop strings are omitted without a report, because the pipeline applies them itself.
+3. A request that needs a rejected essential field fails with 501.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import httpx
+import msgspec
+
+from dragoman.client import http_settings, rest_calls
+from dragoman.client.async_transport import AsyncTransport, OpenedHttpxResponse
+from dragoman.client.call import ClientCall
+from dragoman.client.http_transport import HttpTransport
+from dragoman.client.planner import CallPlanner, PlannedCall
+from dragoman.client.rest_calls import EmbeddingResult, ServerModel
+from dragoman.core import loop_guard
+from dragoman.core.embeddings import Input
+from dragoman.core.errors import (
+    ContextTooLong,
+    DragomanError,
+    InvalidSchema,
+    MethodNotAllowed,
+    NotFound,
+    NotSupported,
+    UnsupportedParameter,
+)
+from dragoman.core.events import Event, Finished, Listener, Started
+from dragoman.core.features import SAMPLING_FEATURES, Feature
+from dragoman.core.request import GenerationRequest, Sampling, Thinking
+from dragoman.core.urls import find_secrets, redact_secrets, remove_credentials
+from dragoman.engines.upstream.options import ServerOptions, UpstreamOptions
+from dragoman.protocols import request_fields
+from dragoman.protocols.completions import client as completions
+from dragoman.protocols.registry import CLIENT_PROTOCOLS
+from dragoman.protocols.reply_reader import ClientProtocol
+
+MAX_ATTEMPTS = 8
+"""Attempts to send a request, each without one more rejected feature."""
+NO_COMPRESSION = {"accept-encoding": "identity"}
+"""Decompressing a stream costs more than it saves."""
+NO_ROUTE = (NotFound, MethodNotAllowed)
+MISSING_USAGE = "the upstream server of this model did not report token usage"
+
+FEATURE_BY_FIELD = {
+    **{str(feature): str(feature) for feature in SAMPLING_FEATURES},
+    **{name: name for name in ("stop_token_ids", "ignore_eos", "documents", "tools", "images")},
+    **{name: name for name in ("cache_control", "stream_options")},
+    **{name: name for name in ("user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier")},
+    **dict.fromkeys(("logprobs", "top_logprobs"), "logprobs"),
+    **dict.fromkeys(("stop", "stop_sequences"), "stop"),
+    **dict.fromkeys(("reasoning_effort", "reasoning", "thinking", "chat_template_kwargs", "include"), "thinking"),
+    **dict.fromkeys(("response_format", "structured_outputs", "text", "output_config"), "constraint"),
+    "thinking_token_budget": "thinking_budget",
+    "parallel_tool_calls": "parallel",
+    "strict": "strict_tools",
+    "tool_choice": "tools",
+    "image_url": "images",
+}
+"""The feature behind each request field of all protocols."""
+ESSENTIAL_FEATURES = frozenset({Feature.TOOLS, Feature.IMAGES, Feature.CONSTRAINT})
+REJECTION_PATTERN = re.compile(
+    r"not (currently )?support|unsupported|not permitted|unrecognized|unknown (field|parameter|argument|name)"
+    r"|extra_forbidden|not allowed|requires --|not enabled|not available",
+    re.IGNORECASE,
+)
+REJECTION_STATUSES = (400, 422, 500, 501)
+PARENT_FIELDS = {"cache_control": "messages", "strict": "tools", "image_url": "messages", "images": "messages"}
+"""The top-level field that contains a nested field."""
+COMMON_WORDS = frozenset({"text", "include", "user"})
+"""Field names that are too common in prose to identify a field in an error message."""
+CONSTRAINTS = frozenset({"json_object", "json_schema", "regex", "grammar", "one_of"})
+UNREPORTED = frozenset({"stop", "stream_options", "parallel"})
+EMPTY_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "cache_control": {"keep_at": ()},
+    "thinking": {"thinking": Thinking()},
+    "logprobs": {"logprobs": None},
+    "stop": {"stop": ()},
+    "stop_token_ids": {"stop_token_ids": ()},
+    "ignore_eos": {"ignore_eos": False},
+    "documents": {"documents": ()},
+}
+"""What a request without a feature has in its fields."""
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """A request in one protocol, and the parameters left out of it."""
+
+    call: PlannedCall
+    ignored: tuple[str, ...]
+
+
+class TrackedListener:
+    """Adds ignored parameters and usage warnings to the events, and records whether the reply has begun."""
+
+    def __init__(self, listener: Listener, on_begin: Callable[[], None]) -> None:
+        self.has_begun = False
+        self.ignored: tuple[str, ...] = ()
+        self._listener = listener
+        self._on_begin = on_begin
+        self._raised: DragomanError | None = None
+
+    def __call__(self, events: Sequence[Event]) -> Awaitable[None] | None:
+        if not self.has_begun:
+            self.has_begun = True
+            self._on_begin()
+            events = _annotate(events, self.ignored)
+        elif type(events[-1]) is Finished:
+            events = _annotate(events, self.ignored)
+        try:
+            return self._listener(events)
+        except DragomanError as error:
+            self._raised = error
+            raise
+
+    def has_raised(self, error: DragomanError) -> bool:
+        """Whether the error came from the listener and not from the server."""
+        return error is self._raised
+
+
+class UpstreamServer:
+    def __init__(self, server: ServerOptions, options: UpstreamOptions, key: str | None, engine_id: str) -> None:
+        self.url = remove_credentials(server.url)
+        self.model = server.model
+        self.planner = CallPlanner(
+            server.url, api_key=key, protocol=server.protocol or "auto", retries=0, extra_headers=NO_COMPRESSION
+        )
+        self.models: dict[str, ServerModel] = {}
+        """The known models of the server, by lower-case name."""
+        settings = http_settings.client_settings(self.planner.address, options.silence_seconds, options.connect_seconds)
+        settings |= {"trust_env": False, "event_hooks": {"request": [partial(_add_loop_header, engine_id)]}}
+        # httpx's own transport implements proxies.
+        settings |= {"transport": HttpTransport()} if options.proxy is None else {"proxy": options.proxy}
+        if options.proxy is not None and self.planner.address.is_tls:
+            # Like HttpTransport, use only the certificates of the environment.
+            settings |= {"verify": httpx.create_ssl_context()}
+        self._transport = AsyncTransport(self.planner, httpx.AsyncClient(**settings))
+        self._rejected: defaultdict[str, set[str]] = defaultdict(set)
+        """Rejected features by model."""
+        self._secrets = find_secrets(server.url, key)
+
+    def redact(self, error: DragomanError) -> None:
+        """Hide the credentials that were sent to this server, in case its error repeats them."""
+        error.message = redact_secrets(error.message, self._secrets)
+        error.args = (error.message,)
+        if error.param is not None:
+            error.param = redact_secrets(error.param, self._secrets)
+
+    async def aclose(self) -> None:
+        await self._transport.aclose()
+
+    def forget_rejections(self) -> None:
+        """Called when the server is reachable again; it may have been replaced."""
+        self._rejected.clear()
+
+    async def probe(self) -> None:
+        """Check that the server answers, and update its models."""
+        body = await self._transport.json("models", [rest_calls.models_call(self.planner)])
+        self.models = {model.name.lower(): model for model in rest_calls.read_models(body).models}
+
+    async def generate(self, request: GenerationRequest, listener: TrackedListener) -> None:
+        attempt, response = await self._send(request)
+        assert attempt.call.client_call is not None
+        listener.ignored = attempt.ignored
+        await self._transport.deliver(attempt.call.client_call, response, listener)
+
+    async def _send(self, request: GenerationRequest) -> tuple[Attempt, OpenedHttpxResponse]:
+        """Send the request, and again without each feature that the server rejects."""
+        rejected = self._rejected[request.model]
+        topic = "completions" if request.prompts else "generate"
+        for _ in range(MAX_ATTEMPTS):
+            attempts = self._build_attempts(request, rejected)
+            try:
+                call, response = await self._transport.open(topic, [attempt.call for attempt in attempts])
+            except NO_ROUTE as error:
+                if type(error) in NO_ROUTE and request.prompts:
+                    raise unsupported(request, Feature.COMPLETION) from error
+                raise
+            except DragomanError as error:
+                feature = find_rejected_feature(error, _sent_fields(attempts))
+                if feature is None or feature in rejected:
+                    raise
+                rejected.add(feature)
+                if feature in ESSENTIAL_FEATURES:
+                    raise unsupported(request, feature) from error
+                continue
+            return next(attempt for attempt in attempts if attempt.call is call), response
+        raise NotSupported("the upstream server of this model rejected too many parameters of the request")
+
+    def _build_attempts(self, request: GenerationRequest, rejected: set[str]) -> list[Attempt]:
+        """One attempt for each protocol that can express the request."""
+        if request.prompts:
+            return [self._build_attempt(completions.PROTOCOL, request, rejected)]
+        attempts: list[Attempt] = []
+        first_error: NotSupported | None = None
+        for name in self.planner.protocol_names():
+            try:
+                attempts.append(self._build_attempt(CLIENT_PROTOCOLS[name], request, rejected))
+            except NotSupported as error:
+                first_error = first_error or error
+        if not attempts and first_error is not None:
+            raise first_error
+        return attempts
+
+    def _build_attempt(self, protocol: ClientProtocol, request: GenerationRequest, rejected: set[str]) -> Attempt:
+        adapted, ignored = adapt_request(request, protocol, rejected)
+        client_call = ClientCall(protocol, adapted, stream=True, check_calls=False)
+        if "stream_options" in rejected:
+            client_call.body.pop("stream_options", None)
+        return Attempt(self.planner.build_call(protocol.name, client_call, stream=True), ignored)
+
+    async def embed(self, inputs: Sequence[Input], model: str) -> EmbeddingResult:
+        body = await self._transport.json("embeddings", [rest_calls.embeddings_call(self.planner, inputs, model, None)])
+        return rest_calls.read_embeddings(body, len(inputs))
+
+    async def count_tokens(self, request: GenerationRequest) -> int:
+        unlabelled = msgspec.structs.replace(request, labels={})
+        calls = rest_calls.count_calls(self.planner, unlabelled)
+        return rest_calls.read_count(await self._transport.json("count", calls))
+
+
+async def _add_loop_header(engine_id: str, request: httpx.Request) -> None:
+    request.headers[loop_guard.HEADER] = loop_guard.add_own_id(engine_id)
+
+
+def _sent_fields(attempts: Sequence[Attempt]) -> set[str]:
+    client_calls = (attempt.call.client_call for attempt in attempts)
+    return {field for client_call in client_calls if client_call is not None for field in client_call.body}
+
+
+def _annotate(events: Sequence[Event], ignored: tuple[str, ...]) -> Sequence[Event]:
+    first, last = events[0], events[-1]
+    if ignored and type(first) is Started:
+        events = [msgspec.structs.replace(first, ignored=ignored), *events[1:]]
+    if type(last) is Finished and last.usage is None:
+        events = [*events[:-1], msgspec.structs.replace(last, warnings=(*last.warnings, MISSING_USAGE))]
+    return events
+
+
+def find_rejected_feature(error: DragomanError, sent_fields: Iterable[str]) -> str | None:
+    """The feature of the request that the server rejected; None for any other error."""
+    answered = error.answered
+    if answered is None or answered.status not in REJECTION_STATUSES:
+        return None
+    if isinstance(error, ContextTooLong | InvalidSchema):
+        return None
+    if not isinstance(error, UnsupportedParameter) and not REJECTION_PATTERN.search(error.message):
+        return None
+    sent = set(sent_fields)
+    candidates = [field for field in FEATURE_BY_FIELD if PARENT_FIELDS.get(field, field) in sent]
+    param = re.split(r"[.\[]", error.param or "")[0]
+    if param in candidates:
+        return FEATURE_BY_FIELD[param]
+    named = [field for field in candidates if field not in COMMON_WORDS and re.search(rf"\b{field}\b", error.message)]
+    return FEATURE_BY_FIELD[max(named, key=len)] if named else None
+
+
+def adapt_request(
+    request: GenerationRequest, protocol: ClientProtocol, rejected: Collection[str]
+) -> tuple[GenerationRequest, tuple[str, ...]]:
+    """Return the request without unsupported features, and the parameters that are thereby ignored.
+
+    Raise `NotSupported` if an essential feature is among them.
+    """
+    missing = [name for name in request_fields.used_fields(request) if name not in protocol.supported_fields]
+    _check_essential(request, missing, rejected)
+    omitted = [*missing, *(name for name in rejected if name not in ESSENTIAL_FEATURES)]
+    features = {"thinking" if name == "thinking_budget" else name for name in omitted if name not in UNREPORTED}
+    params = [asked.param for asked in request.asked if asked.feature in features]
+    labels = [name for name in omitted if name in request.labels or (name == "cache_control" and request.keep_at)]
+    for name in omitted:
+        request = _remove(request, name)
+    return request, tuple(dict.fromkeys([*params, *labels]))
+
+
+def _check_essential(request: GenerationRequest, missing: Collection[str], rejected: Collection[str]) -> None:
+    features = {asked.feature for asked in request.asked}
+    for name in missing:
+        if name in CONSTRAINTS:
+            raise unsupported(request, Feature.CONSTRAINT)
+        if name in ("prompts", "suffix"):
+            raise unsupported(request, Feature.INFILL if name == "suffix" else Feature.COMPLETION)
+    for name in rejected:
+        if name in ESSENTIAL_FEATURES and name in features:
+            raise unsupported(request, name)
+
+
+def unsupported(request: GenerationRequest, feature: str) -> NotSupported:
+    param = next((asked.param for asked in request.asked if asked.feature == feature), None)
+    return NotSupported(f"the upstream server of this model does not support {param or feature!r}", param=param)
+
+
+def _remove(request: GenerationRequest, name: str) -> GenerationRequest:
+    replace = msgspec.structs.replace
+    if name in EMPTY_FIELDS:
+        return replace(request, **EMPTY_FIELDS[name])
+    if name in Sampling.__struct_fields__:
+        return replace(request, sampling=replace(request.sampling, **{name: {} if name == "logit_bias" else None}))
+    if name in request.labels:
+        return replace(request, labels={label: value for label, value in request.labels.items() if label != name})
+    if name == "thinking_budget":
+        return replace(request, thinking=replace(request.thinking, budget_tokens=None))
+    if name == "parallel":
+        return replace(request, tool_choice=replace(request.tool_choice, parallel=True))
+    if name == "strict_tools":
+        return replace(request, tools=tuple(replace(tool, strict=False) for tool in request.tools))
+    return request

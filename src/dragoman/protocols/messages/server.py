@@ -1,0 +1,383 @@
+"""Server side of Anthropic messages: decodes requests, encodes replies, streams and errors.
+
+    stream  := message_start ping block* message_delta message_stop
+    block   := content_block_start content_block_delta* content_block_stop
+    message := text | thinking | redacted_thinking | tool_use blocks, in the order of the reply
+
+Rules
+1. `system` comes first; messages with the system role stay where they are.
+2. The blocks of `system` become paragraphs. A billing header in its first line is removed: it changes with every
+   session, so a prompt that starts with it would never be found in a cache.
+3. Tool results become messages of their own, before the rest of their message.
+4. In a stream, one block is open at a time; its index is its position in the message. The last delta of a thinking
+   block is its signature: that of the upstream server, or one made here. A call without arguments has one empty delta.
+5. Tokens that are read from or written to the cache are not counted in `input_tokens`.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from dragoman.core.errors import BadRequest, DragomanError, ThreadUnsupported
+from dragoman.core.events import (
+    Event,
+    FinishReason,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallStart,
+    Usage,
+)
+from dragoman.core.features import Feature
+from dragoman.core.reply import Reply
+from dragoman.core.request import (
+    Asked,
+    Constraint,
+    Delivery,
+    GenerationRequest,
+    JsonSchema,
+    Message,
+    Sampling,
+    Text,
+    Thinking,
+    ToolResult,
+)
+from dragoman.protocols import json_body, thinking
+from dragoman.protocols.errors import encode_anthropic_error
+from dragoman.protocols.messages import blocks, tools
+from dragoman.protocols.messages.tools import AnthropicToolChoice
+from dragoman.protocols.openai import Count, Int64, Probability, check_stop
+
+BILLING = "x-anthropic-billing-header:"
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+STOP_REASONS: dict[FinishReason, str] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "content_filter": "refusal",
+}
+DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+"""The delta type of each block type, and the name of its text."""
+EMPTY_BLOCKS = {
+    "text": {"type": "text", "text": ""},
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+}
+
+
+class AnthropicThinking(msgspec.Struct, frozen=True):
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Count | None = None
+    display: str | None = None
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class AnthropicMessage(msgspec.Struct, frozen=True):
+    role: Literal["user", "assistant", "system"]
+    content: blocks.Content
+
+
+class MessagesFields(msgspec.Struct, frozen=True, kw_only=True):
+    messages: list[AnthropicMessage]
+    model: str | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    system: blocks.Content | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: AnthropicThinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    stop_sequences: list[str] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    seed: Int64 | None = None
+    stream: bool | None = None
+
+
+HARMLESS = frozenset({"metadata", "cache_control", "betas", "anthropic_version", "anthropic_beta", "thread"})
+"""Unknown fields that do not affect the reply."""
+NEUTRAL: dict[str, Any] = {"service_tier": ("auto", "standard_only"), "speed": ("standard",), "mcp_servers": ([],)}
+"""Values without effect of fields that are not supported."""
+
+
+def decode(body: bytes) -> GenerationRequest:
+    request = decode_count(body)
+    if request.max_tokens is None:
+        raise json_body.missing_field("max_tokens")
+    return request
+
+
+def decode_count(body: bytes) -> GenerationRequest:
+    """Decode a request to count tokens, which needs no `max_tokens`."""
+    parsed = json_body.parse(body)
+    if parsed.get("thread") is not None:
+        message = "thread: server-side threads are not supported; send the whole conversation without `thread`"
+        raise ThreadUnsupported(message, param="thread")
+    fields = json_body.convert(parsed, MessagesFields)
+    if not fields.messages:
+        raise BadRequest("messages: at least one message is needed", param="messages")
+    asked = [Asked(Feature.CHAT, "messages"), *_asked_fields(fields, parsed)]
+    offered, choice = tools.decode(fields.tools or [], fields.tool_choice, asked)
+    top_k = 0 if fields.top_k == -1 else fields.top_k  # Some clients send -1 for no limit.
+    for at, stop in enumerate(fields.stop_sequences or ()):
+        check_stop(stop, f"stop_sequences[{at}]")
+    metadata = parsed.get("metadata")
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    keep_seconds, keep_at = blocks.decode_cache_control(parsed)
+    return GenerationRequest(
+        model=fields.model or "",
+        messages=_messages(fields.system, fields.messages, asked),
+        tools=offered,
+        tool_choice=choice,
+        constraint=_constraint(fields, asked),
+        thinking=_thinking(fields, parsed, asked),
+        sampling=Sampling(temperature=fields.temperature, top_p=fields.top_p, top_k=top_k, seed=fields.seed),
+        keep_seconds=keep_seconds,
+        keep_at=keep_at,
+        labels={"user": user} if isinstance(user, str) and user else {},
+        max_tokens=fields.max_tokens,
+        stop=tuple(fields.stop_sequences or ()),
+        delivery=Delivery(stream=bool(fields.stream), usage=True),
+        asked=tuple(asked),
+    )
+
+
+def _asked_fields(fields: MessagesFields, parsed: dict[str, Any]) -> list[Asked]:
+    values = {"temperature": fields.temperature, "top_p": fields.top_p, "top_k": fields.top_k, "seed": fields.seed}
+    asked = [
+        Asked(Feature(name), name)
+        for name, value in values.items()
+        if value is not None and (name, value) != ("top_p", 1)
+    ]
+    if fields.stop_sequences:
+        asked.append(Asked(Feature.STOP, "stop_sequences"))
+    for name in json_body.unknown_fields(parsed, MessagesFields):
+        value = parsed[name]
+        if name == "context_management":
+            value = _edits(value)
+        if value is not None and name not in HARMLESS and value not in NEUTRAL.get(name, ()):
+            asked.append(Asked(Feature.UNKNOWN, name))
+    config = parsed.get("output_config") or {}
+    unknown = [name for name in json_body.unknown_fields(config, OutputConfig) if config[name] is not None]
+    return asked + [Asked(Feature.UNKNOWN, f"output_config.{name}") for name in unknown]
+
+
+def _edits(management: Any) -> Any:
+    """Return the edits other than "keep all thinking", which needs no action."""
+    edits = management.get("edits") if isinstance(management, dict) else management
+    if not isinstance(edits, list):
+        return edits
+    keeps_all = {"type": "clear_thinking_20251015", "keep": "all"}
+    return [edit for edit in edits if edit != keeps_all] or None
+
+
+def _constraint(fields: MessagesFields, asked: list[Asked]) -> Constraint | None:
+    config = fields.output_config or OutputConfig()
+    if config.format is not None and fields.output_format is not None:
+        message = "output_format: only one output format is allowed, and output_config.format already sets it"
+        raise BadRequest(message, param="output_format")
+    output_format = config.format or fields.output_format
+    if output_format is None:
+        return None
+    path = "output_format" if config.format is None else "output_config.format"
+    asked.append(Asked(Feature.CONSTRAINT, path))
+    return JsonSchema(output_format.schema, path=f"{path}.schema")
+
+
+def _thinking(fields: MessagesFields, parsed: dict[str, Any], asked: list[Asked]) -> Thinking:
+    if fields.thinking is not None and fields.thinking.display == "omitted":
+        asked.append(Asked(Feature.THINKING_DISPLAY, "thinking.display"))
+    if fields.thinking is not None and fields.thinking.type == "between_tools":
+        asked.append(Asked(Feature.BETWEEN_TOOLS, "thinking.type"))
+    return thinking.resolve({name: parsed.get(name) for name in ("thinking", "output_config")}, asked)
+
+
+def _messages(
+    system: blocks.Content | None, messages: list[AnthropicMessage], asked: list[Asked]
+) -> tuple[Message, ...]:
+    decoded = [] if system is None else _system(system, "system", asked)
+    for at, message in enumerate(messages):
+        path = f"messages[{at}].content"
+        if message.role == "system":
+            decoded += _system(message.content, path, asked)
+            continue
+        parts = blocks.decode(message.content, path, asked, blocks.ALLOWED[message.role])
+        results = [Message("tool", (part,)) for part in parts if isinstance(part, ToolResult)]
+        others = tuple(part for part in parts if not isinstance(part, ToolResult))
+        decoded += results
+        if others or not results:
+            decoded.append(Message(message.role, others))
+    if messages and messages[-1].role == "assistant":
+        # An engine without the feature `prefill` ignores it, which is reported.
+        asked.append(Asked(Feature.PREFILL, f"messages[{len(messages) - 1}]"))
+    return tuple(decoded)
+
+
+def _system(content: blocks.Content, path: str, asked: list[Asked]) -> list[Message]:
+    parts = blocks.decode(content, path, asked, blocks.ALLOWED["system"])
+    texts = [part.text for part in parts if isinstance(part, Text)]
+    if texts and texts[0].startswith(BILLING):
+        texts[0] = texts[0].partition("\n")[2]
+    text = "\n\n".join(text for text in texts if text)
+    return [Message("system", (Text(text),))] if text else []
+
+
+def _frame(payload: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (payload["type"].encode(), msgspec.json.encode(payload))
+
+
+class MessagesEncoder:
+    def __init__(self, request: GenerationRequest, created: int) -> None:
+        self._request = request
+        self._open: str | None = None
+        self._index = -1
+        self._pieces: list[str] = []
+        """Text of the open thinking or tool_use block."""
+        self._signature: str | None = None
+        """The upstream server's signature of the open thinking block."""
+
+    def feed(self, choice: int, events: Sequence[Event]) -> bytes:
+        if self._open == "text":
+            texts = [event.text for event in events if type(event) is TextDelta and event.text]
+            if len(texts) == len(events):
+                return self._deltas(texts)
+        return b"".join(self._event(event) for event in events)
+
+    def _event(self, event: Event) -> bytes:
+        if isinstance(event, TextDelta):
+            return self._piece("text", event.text)
+        if isinstance(event, ReasoningDelta):
+            return self._reasoning(event)
+        if isinstance(event, ToolCallStart):
+            return self._start({"type": "tool_use", "id": event.id, "name": event.name, "input": {}})
+        if isinstance(event, ToolCallDelta):
+            # A faulty upstream server may send more arguments after the block of a call has ended.
+            return self._piece("tool_use", event.arguments) if self._open == "tool_use" else b""
+        if isinstance(event, Started):
+            usage = Usage(event.prompt_tokens, cached=event.cached_tokens, kept=event.kept_tokens)
+            message = _message(self._request, [], None, None, usage)
+            return _frame({"type": "message_start", "message": message}) + PING
+        delta = _stop_fields(event.reason, event.stop)
+        counts = _encode_usage(event.usage or Usage())
+        return self._stop() + _frame({"type": "message_delta", "delta": delta, "usage": counts})
+
+    def _reasoning(self, event: ReasoningDelta) -> bytes:
+        if not event.signature:
+            return self._piece("thinking", event.text)
+        if not event.text and self._open != "thinking":
+            redacted = {"type": "redacted_thinking", "data": event.signature}
+            return self._start(redacted) + self._stop()
+        frames = self._piece("thinking", event.text)
+        self._signature = event.signature
+        return frames + self._stop()
+
+    def _piece(self, kind: str, text: str) -> bytes:
+        if not text:
+            return b""
+        start = b"" if self._open == kind else self._start(EMPTY_BLOCKS[kind])
+        if kind != "text":
+            self._pieces.append(text)
+        return start + self._deltas([text])
+
+    def _start(self, block: dict[str, Any]) -> bytes:
+        stop = self._stop()
+        self._open = block["type"]
+        self._index += 1
+        return stop + _frame({"type": "content_block_start", "index": self._index, "content_block": block})
+
+    def _deltas(self, texts: Sequence[str]) -> bytes:
+        """Encode one frame per text; the frames differ only in their text."""
+        kind, field = DELTAS[self._open or "text"]
+        head = (
+            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":"'
+            % (self._index, kind.encode(), field.encode())
+        )
+        tail = b'"}}\n\n'
+        return head + json_body.encode_texts(texts, tail + head) + tail
+
+    def _stop(self) -> bytes:
+        if self._open is None:
+            return b""
+        last = b""
+        if self._open == "thinking":
+            signature = self._signature or blocks.sign("".join(self._pieces))
+            delta = {"type": "signature_delta", "signature": signature}
+            last = _frame({"type": "content_block_delta", "index": self._index, "delta": delta})
+        elif self._open == "tool_use" and not self._pieces:
+            last = self._deltas([""])
+        self._open, self._signature = None, None
+        self._pieces.clear()
+        return last + _frame({"type": "content_block_stop", "index": self._index})
+
+    def end(self) -> bytes:
+        return _frame({"type": "message_stop"})
+
+    def fail(self, error: DragomanError) -> bytes:
+        return _frame(encode_anthropic_error(error, self._request.id))
+
+
+def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict[str, Any]:
+    choice = reply.choices[0]
+    encoded = [blocks.encode_part(part) for part in choice.parts]
+    return _message(request, encoded, choice.reason, choice.stop, reply.usage)
+
+
+def _message(
+    request: GenerationRequest,
+    content: list[dict[str, Any]],
+    reason: FinishReason | None,
+    stop: str | None,
+    usage: Usage,
+) -> dict[str, Any]:
+    message = {"id": request.id, "type": "message", "role": "assistant", "model": request.model, "content": content}
+    is_long = request.keep_seconds > blocks.SHORT_SECONDS
+    created = {
+        "ephemeral_5m_input_tokens": 0 if is_long else usage.kept,
+        "ephemeral_1h_input_tokens": usage.kept if is_long else 0,
+    }
+    counts = _encode_usage(usage) | {"cache_creation": created, "service_tier": "standard"}
+    return message | _stop_fields(reason, stop) | {"usage": counts}
+
+
+def _stop_fields(reason: FinishReason | None, stop: str | None) -> dict[str, Any]:
+    at_stop = reason == "stop" and stop is not None
+    stop_reason = None if reason is None else "stop_sequence" if at_stop else STOP_REASONS[reason]
+    details = {"type": "refusal", "category": None, "explanation": None} if stop_reason == "refusal" else None
+    return {"stop_reason": stop_reason, "stop_sequence": stop if at_stop else None, "stop_details": details}
+
+
+def _encode_usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt - usage.cached - usage.kept,
+        "cache_creation_input_tokens": usage.kept,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning},
+    }
+
+
+def encode_count(tokens: int) -> dict[str, int]:
+    return {"input_tokens": tokens}
+
+
+def format_reset(seconds: float) -> str:
+    """Return the time of a reset, such as 2026-01-31T12:00:00Z."""
+    return datetime.fromtimestamp(math.ceil(time.time() + seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,145 @@
+"""Requests and replies of the model list and of the admin API: model status, reload, upstream servers.
+
+OpenAI's model list has extra fields such as context and state. Anthropic's list is paginated.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from dragoman.core.errors import BadRequest, quote
+from dragoman.protocols import json_body
+from dragoman.protocols.json_body import without_nulls
+from dragoman.protocols.openai import decode_limit
+
+DEFAULT_PAGE_SIZE = 20
+MAX_PAGE_SIZE = 1000
+
+
+class ModelEntry(msgspec.Struct, frozen=True):
+    name: str
+    created: int
+    owner: str
+    context: int | None
+    format: str | None
+    device: str | None
+    state: str
+    loading_seconds: float | None = None
+    """Time since loading started; None unless the model is loading."""
+    loading_progress: float | None = None
+    """Fraction from 0 to 1, if the engine reports it."""
+    architecture: str | None = None
+    """`architecture`, `size` and `quantization` are known for files in the models folder."""
+    size: int | None = None
+    quantization: str | None = None
+
+
+def encode_model(model: ModelEntry) -> dict[str, Any]:
+    listed = {"id": model.name, "object": "model", "created": model.created, "owned_by": model.owner}
+    known = {
+        "max_model_len": model.context,
+        "format": model.format,
+        "device": model.device,
+        "state": model.state,
+        "loading_seconds": None if model.loading_seconds is None else round(model.loading_seconds, 1),
+        "loading_progress": model.loading_progress,
+        "architecture": model.architecture,
+        "size": model.size,
+        "quantization": model.quantization,
+    }
+    return listed | without_nulls(known)
+
+
+def encode_anthropic_model(model: ModelEntry) -> dict[str, Any]:
+    return {
+        "type": "model",
+        "id": model.name,
+        "display_name": model.name,
+        "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": model.context,
+        "max_tokens": model.context,
+    }
+
+
+def encode_anthropic_models(models: Sequence[ModelEntry], query: Mapping[str, str]) -> dict[str, Any]:
+    """Encode a page of models: the first `limit` after `after_id`, or the last `limit` before `before_id`."""
+    limit = decode_limit(query, DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
+    if "before_id" in query:
+        end = _find(models, query, "before_id")
+        page, has_more = models[max(0, end - limit) : end], end > limit
+    else:
+        start = _find(models, query, "after_id") + 1 if "after_id" in query else 0
+        page, has_more = models[start : start + limit], len(models) > start + limit
+    return {
+        "data": [encode_anthropic_model(model) for model in page],
+        "has_more": has_more,
+        "first_id": page[0].name if page else None,
+        "last_id": page[-1].name if page else None,
+    }
+
+
+def _find(models: Sequence[ModelEntry], query: Mapping[str, str], name: str) -> int:
+    index = next((at for at, model in enumerate(models) if model.name == query[name]), None)
+    if index is None:
+        raise BadRequest(f"{name}: no model named {quote(query[name])}", param=name)
+    return index
+
+
+class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    id: str
+    state: str
+    running: int
+    waiting: int
+    engine: str | None = None
+    memory: int | None = None
+    """Bytes used by the model's processes."""
+    slots: int | None = None
+    tokens_per_second: float | None = None
+    keep_alive: float | None = None
+    """Seconds; None means forever."""
+    idle_seconds: float | None = None
+    loading_seconds: float | None = None
+    loading_progress: float | None = None
+    failure: str | None = None
+
+
+class ReloadResult(msgspec.Struct, frozen=True):
+    """The result of a configuration reload."""
+
+    models: tuple[str, ...]
+    added: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    restart_needed: tuple[str, ...] = ()
+    """Changed keys that take effect only after a restart."""
+
+
+class DrainFields(msgspec.Struct, frozen=True):
+    """Stop sending requests to an upstream server, or resume if `drain` is false."""
+
+    model: str
+    url: str
+    drain: bool = True
+
+
+class UpstreamStatus(msgspec.Struct, frozen=True):
+    """The status of one upstream server."""
+
+    model: str
+    url: str
+    state: str
+    running: int
+    failures: int
+    weight: float
+    rank: int
+
+
+def decode_drain(body: bytes) -> DrainFields:
+    return json_body.convert(json_body.parse(body), DrainFields)
+
+
+def encode_list(data: Sequence[object], **fields: Any) -> dict[str, Any]:
+    return {"object": "list", **fields, "data": data}

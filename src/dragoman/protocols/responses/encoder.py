@@ -1,0 +1,384 @@
+"""Encodes a response as a stream of events or as a whole.
+
+    stream    := response.created response.in_progress item* (response.completed | response.incomplete)
+               | response.created response.in_progress item* error response.failed
+    message   := added  content_part.added  output_text.delta*     output_text.done     content_part.done  done
+    reasoning := added  content_part.added  reasoning_text.delta*  reasoning_text.done  content_part.done  done
+    function  := added  function_call_arguments.delta*   function_call_arguments.done   done
+    custom    := added  custom_tool_call_input.delta*    custom_tool_call_input.done    done
+    other     := added  done
+
+Rules
+1. Events have consecutive sequence numbers. Each item is done before the next one starts.
+2. The whole response is the one at the end of the stream.
+3. A response without text and calls has an empty message, unless it is incomplete.
+4. A response repeats fields of its request that are not part of a `GenerationRequest`. Therefore each request has its
+   own `ResponseEncoding`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from dragoman.core.errors import BadRequest, ContextTooLong, DragomanError, QueueFull
+from dragoman.core.events import (
+    Event,
+    Finished,
+    FinishReason,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    TokenLogprob,
+    ToolCallDelta,
+    ToolCallStart,
+    Usage,
+)
+from dragoman.core.reply import Choice, Reply
+from dragoman.core.request import GenerationRequest, Reasoning, Text, ToolCall
+from dragoman.protocols import openai
+from dragoman.protocols.responses import calls
+from dragoman.protocols.responses.items import PREFIX, encode_reasoning
+from dragoman.protocols.responses.server import ResponseContext
+
+ItemEvent = tuple[str, dict[str, Any]]
+"""The type of an event and its fields except the sequence number."""
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+INCOMPLETE_REASONS: dict[FinishReason, str] = {"length": "max_output_tokens", "content_filter": "content_filter"}
+"""Finish reasons of an incomplete response."""
+ERROR_CODES: tuple[tuple[type[DragomanError], str], ...] = (
+    (ContextTooLong, "context_length_exceeded"),
+    (BadRequest, "invalid_prompt"),
+    (QueueFull, "rate_limit_exceeded"),
+    (DragomanError, "server_error"),
+)
+"""The first matching class decides the `code` of a failed response."""
+CALL_EVENTS = {"function": "function_call_arguments", "custom": "custom_tool_call_input"}
+"""The events of calls that are streamed. The item of another call is sent when complete."""
+
+
+class ContentItem:
+    """A message or reasoning, whose content is one text part; `id_suffix` is unique within the response."""
+
+    def __init__(self, is_message: bool, id_suffix: str, index: int, encrypts: bool) -> None:
+        self.is_message = is_message
+        self.id = ("msg_" if is_message else "rs_") + id_suffix
+        self.kind = "output_text" if is_message else "reasoning_text"
+        self.pieces: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._index = index
+        self._encrypts = encrypts
+
+    @property
+    def delta_prefix(self) -> bytes:
+        """The frame of a text delta without logprobs up to the text."""
+        name = f"response.{self.kind}.delta"
+        fields = {"type": name, **self._fields(logprobs=[])}
+        return b"event: %b\ndata: %b" % (name.encode(), msgspec.json.encode(fields)[:-1] + b',"delta":')
+
+    def begin(self) -> Iterator[ItemEvent]:
+        yield "response.output_item.added", {"output_index": self._index, "item": self._item("in_progress", [])}
+        yield "response.content_part.added", self._fields(part=self._part("", []))
+
+    def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[ItemEvent]:
+        self.pieces.append(text)
+        self._logprobs += logprobs
+        yield f"response.{self.kind}.delta", self._fields(delta=text, **self._logprob_fields(logprobs))
+
+    def finish(self, status: Status) -> Iterator[ItemEvent]:
+        text = "".join(self.pieces)
+        part = self._part(text, self._logprobs)
+        yield f"response.{self.kind}.done", self._fields(text=text, **self._logprob_fields(self._logprobs))
+        yield "response.content_part.done", self._fields(part=part)
+        yield "response.output_item.done", {"output_index": self._index, "item": self._item(status, [part])}
+
+    def _part(self, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        annotations: dict[str, Any] = {"annotations": []} if self.is_message else {}
+        return {"type": self.kind, "text": text, **annotations, **self._logprob_fields(logprobs)}
+
+    def _logprob_fields(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return {"logprobs": openai.encode_logprobs(logprobs)} if self.is_message else {}
+
+    def _item(self, status: Status, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        item = {"id": self.id, "status": status, "content": parts}
+        if self.is_message:
+            return {"type": "message", "role": "assistant", **item}
+        encrypted = encode_reasoning("".join(self.pieces)) if self._encrypts and status != "in_progress" else None
+        return {"type": "reasoning", "summary": [], "encrypted_content": encrypted, **item}
+
+    def _fields(self, **fields: Any) -> dict[str, Any]:
+        return {"item_id": self.id, "output_index": self._index, "content_index": 0, **fields}
+
+
+class CallItem:
+    is_message = False
+
+    def __init__(self, tool: calls.ClientTool, call_id: str, id_suffix: str, index: int) -> None:
+        self._tool = tool
+        self._kind = tool.kind
+        self._call_id = call_id
+        self._id_suffix = id_suffix
+        self._index = index
+        self._pieces: list[str] = []
+        self._extractor = calls.TextExtractor()
+
+    def begin(self) -> Iterator[ItemEvent]:
+        if self._kind in CALL_EVENTS:
+            yield "response.output_item.added", self._item_fields("in_progress")
+
+    def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[ItemEvent]:
+        return self._delta(self._extractor.feed(text) if self._kind == "custom" else text)
+
+    def _delta(self, text: str) -> Iterator[ItemEvent]:
+        if text:
+            self._pieces.append(text)
+            if self._kind in CALL_EVENTS:
+                yield f"response.{CALL_EVENTS[self._kind]}.delta", self._fields(delta=text)
+
+    def finish(self, status: Status) -> Iterator[ItemEvent]:
+        if self._kind == "custom":
+            yield from self._delta(self._extractor.end())
+        elif self._kind != "function":
+            added = self._item_fields("in_progress")
+            if added["item"]["type"] == "function_call":
+                # The arguments do not fit.
+                yield from self._become_function()
+            else:
+                yield "response.output_item.added", added
+        if self._kind in CALL_EVENTS:
+            text = "".join(self._pieces)
+            done = {"input": text} if self._kind == "custom" else {"name": self._tool.name, "arguments": text}
+            yield f"response.{CALL_EVENTS[self._kind]}.done", self._fields(**done)
+        yield "response.output_item.done", self._item_fields(status)
+
+    def _become_function(self) -> Iterator[ItemEvent]:
+        arguments = "".join(self._pieces)
+        self._pieces.clear()
+        self._kind = "function"
+        yield from self.begin()
+        yield from self._delta(arguments)
+
+    def _item_fields(self, status: Status) -> dict[str, Any]:
+        tool = msgspec.structs.replace(self._tool, kind=self._kind)
+        item = calls.encode_call(tool, self._call_id, "".join(self._pieces), self._id_suffix, status)
+        return {"output_index": self._index, "item": item}
+
+    def _fields(self, **fields: Any) -> dict[str, Any]:
+        return {"item_id": calls.PREFIXES[self._kind] + self._id_suffix, "output_index": self._index, **fields}
+
+
+class ResponseEncoding:
+    """Encodes the reply to one request. Afterwards `response` is the final response object."""
+
+    def __init__(self, context: ResponseContext, clock: Callable[[], float]) -> None:
+        self.response: dict[str, Any] | None = None
+        self.context = context
+        self.clock = clock
+        self.created = int(clock())
+
+    def encoder(self, request: GenerationRequest, created: int, /) -> "ResponseEncoder":
+        return ResponseEncoder(self, request)
+
+    def encode_reply(self, request: GenerationRequest, created: int, reply: Reply, /) -> dict[str, Any]:
+        encoder = ResponseEncoder(self, request)
+        for event in _reply_events(reply.choices[0], reply.usage):
+            for _ in encoder.item_events(event):
+                pass
+        return encoder.finish()
+
+
+def _reply_events(choice: Choice, usage: Usage) -> Iterator[Event]:
+    """Return the events of a reply. The last text gets the remaining logprobs, even if its end was cut off."""
+    texts = [part for part in choice.parts if isinstance(part, Text)]
+    logprobs = choice.logprobs
+    if not texts:
+        yield TextDelta("", logprobs=logprobs)
+    for part in choice.parts:
+        if isinstance(part, Text):
+            count = len(logprobs) if part is texts[-1] else _count_tokens(part.text, logprobs)
+            yield TextDelta(part.text, logprobs=logprobs[:count])
+            logprobs = logprobs[count:]
+        elif isinstance(part, Reasoning):
+            yield ReasoningDelta(part.text, signature=part.signature)
+        elif isinstance(part, ToolCall):
+            yield ToolCallStart(part.id, part.name)
+            yield ToolCallDelta(part.arguments)
+    yield Finished(choice.reason, usage=usage)
+
+
+def _count_tokens(text: str, logprobs: Sequence[TokenLogprob]) -> int:
+    count, left = 0, len(text.encode())
+    while left > 0 and count < len(logprobs):
+        left -= len(logprobs[count].text)
+        count += 1
+    return count
+
+
+class ResponseEncoder:
+    def __init__(self, encoding: ResponseEncoding, request: GenerationRequest) -> None:
+        self._encoding = encoding
+        self._request = request
+        self._number = 0
+        self._is_started = False
+        self._needs_message = True
+        self._output: list[dict[str, Any]] = []
+        self._open: ContentItem | CallItem | None = None
+        self._delta_prefix = b""
+        """The frame of a text delta of the open message up to the text."""
+        self._pending_logprobs: list[TokenLogprob] = []
+        """Logprobs that arrived before their text."""
+        self._finished = Finished()
+
+    def feed(self, choice: int, events: Sequence[Event]) -> bytes:
+        return b"".join([self._encode(event) for event in events])
+
+    def _encode(self, event: Event) -> bytes:
+        if type(event) is TextDelta and event.text and not event.logprobs and self._can_append:
+            # By far the most common event.
+            assert isinstance(self._open, ContentItem)
+            self._open.pieces.append(event.text)
+            number = self._number
+            self._number += 1
+            return self._delta_prefix + msgspec.json.encode(event.text) + b',"sequence_number":%d}\n\n' % number
+        return self._frames(self.item_events(event))
+
+    @property
+    def _can_append(self) -> bool:
+        """Whether a text without logprobs is just another delta of the open message."""
+        return self._open is not None and self._open.is_message and not self._pending_logprobs
+
+    def item_events(self, event: Event) -> Iterator[ItemEvent]:
+        if isinstance(event, TextDelta):
+            yield from self._text(event)
+        elif isinstance(event, ReasoningDelta):
+            if event.text:
+                if not isinstance(self._open, ContentItem) or self._open.is_message:
+                    yield from self._start_content(is_message=False)
+                yield from self._add(event.text)
+            if event.signature and isinstance(self._open, ContentItem) and not self._open.is_message:
+                yield from self._close("completed")
+        elif isinstance(event, ToolCallStart):
+            tool = self._encoding.context.client_tools.get(event.name) or calls.ClientTool("function", event.name)
+            yield from self._close("completed")
+            self._needs_message = False
+            yield from self._start(CallItem(tool, event.id, self._id_suffix, len(self._output)))
+        elif isinstance(event, ToolCallDelta):
+            yield from self._add(event.arguments)
+        elif isinstance(event, Started):
+            yield from self._begin()
+        else:
+            self._finished = event
+            yield from self._close("incomplete" if event.reason in INCOMPLETE_REASONS else "completed")
+            if self._needs_message and event.reason not in INCOMPLETE_REASONS:
+                yield from self._start_content(is_message=True)
+                if self._pending_logprobs:
+                    yield from self._add("", self._pending_logprobs)
+                yield from self._close("completed")
+
+    def _begin(self) -> Iterator[ItemEvent]:
+        self._is_started = True
+        response = self._response("in_progress")
+        yield "response.created", {"response": response}
+        yield "response.in_progress", {"response": response}
+
+    def _text(self, event: TextDelta) -> Iterator[ItemEvent]:
+        is_open = self._open is not None and self._open.is_message
+        if not event.text and not is_open:
+            self._pending_logprobs += event.logprobs
+            return
+        if not is_open:
+            yield from self._start_content(is_message=True)
+        logprobs = (*self._pending_logprobs, *event.logprobs)
+        self._pending_logprobs.clear()
+        if event.text or logprobs:
+            yield from self._add(event.text, logprobs)
+
+    @property
+    def _id_suffix(self) -> str:
+        return f"{self._request.id.removeprefix(PREFIX)}_{len(self._output)}"
+
+    def _start_content(self, is_message: bool) -> Iterator[ItemEvent]:
+        yield from self._close("completed")
+        item = ContentItem(is_message, self._id_suffix, len(self._output), self._encoding.context.encrypts_reasoning)
+        if is_message:
+            self._needs_message = False
+            self._delta_prefix = item.delta_prefix
+        yield from self._start(item)
+
+    def _start(self, item: ContentItem | CallItem) -> Iterator[ItemEvent]:
+        self._open = item
+        return item.begin()
+
+    def _add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[ItemEvent]:
+        return iter(()) if self._open is None else self._open.add(text, logprobs)
+
+    def _close(self, status: Status) -> Iterator[ItemEvent]:
+        item, self._open = self._open, None
+        if item is not None:
+            events = list(item.finish(status))
+            self._output.append(events[-1][1]["item"])
+            yield from events
+
+    def end(self) -> bytes:
+        response = self.finish()
+        return self._frames([(f"response.{response['status']}", {"response": response})])
+
+    def finish(self) -> dict[str, Any]:
+        """Return the final response."""
+        finished, usage = self._finished, encode_usage(self._finished.usage or Usage())
+        reason = INCOMPLETE_REASONS.get(finished.reason)
+        if reason is not None:
+            response = self._response("incomplete", usage=usage, incomplete_details={"reason": reason})
+        else:
+            response = self._response("completed", usage=usage, completed_at=int(self._encoding.clock()))
+        self._encoding.response = response
+        return response
+
+    def fail(self, error: DragomanError) -> bytes:
+        opening = b"" if self._is_started else self._frames(self._begin())
+        fields = {"code": next(code for kind, code in ERROR_CODES if isinstance(error, kind)), "message": error.message}
+        param = "input" if isinstance(error, ContextTooLong) else error.param
+        failed = {"response": self._response("failed", error=fields)}
+        return opening + self._frames([("error", {**fields, "param": param}), ("response.failed", failed)])
+
+    def _response(self, status: Status, **fields: Any) -> dict[str, Any]:
+        return {
+            "id": self._request.id,
+            "object": "response",
+            "created_at": self._encoding.created,
+            "model": self._request.model,
+            **self._encoding.context.echoed,
+            "status": status,
+            "output": list(self._output),
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+            **fields,
+        }
+
+    def _frames(self, events: Iterable[ItemEvent]) -> bytes:
+        frames = bytearray()
+        for name, fields in events:
+            payload = {"type": name, **fields, "sequence_number": self._number}
+            frames += b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(payload))
+            self._number += 1
+        return bytes(frames)
+
+
+def encode_usage(usage: Usage) -> Mapping[str, Any]:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": usage.kept},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.completion,
+    }
+
+
+def encode_count(tokens: int) -> dict[str, Any]:
+    return {"object": "response.input_tokens", "input_tokens": tokens}
+
+
+def encode_deleted(response_id: str) -> dict[str, Any]:
+    return {"id": response_id, "object": "response", "deleted": True}

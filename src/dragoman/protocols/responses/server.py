@@ -1,0 +1,301 @@
+"""Server side of the Responses protocol: decodes requests in two steps. `encoder` encodes the replies.
+
+    body -> parse -> ParsedRequest -> decode(stored items) -> ResponseRequest
+
+Between the steps the server looks up the stored items that the request refers to.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from dragoman.core.errors import BadRequest, NotFound, NotSupported, quote
+from dragoman.core.features import Feature
+from dragoman.core.request import (
+    Asked,
+    Constraint,
+    Delivery,
+    GenerationRequest,
+    JsonObject,
+    JsonSchema,
+    Logprobs,
+    Message,
+    Text,
+)
+from dragoman.protocols import json_body, openai, thinking
+from dragoman.protocols.responses import items, tools
+from dragoman.protocols.responses.calls import ClientTool
+from dragoman.protocols.responses.tools import ToolChoiceField
+
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
+INCLUDED = frozenset(
+    {
+        *(LOGPROBS, ENCRYPTED, "file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+        *("computer_call_output.output.image_url", "code_interpreter_call.outputs", "message.input_image.image_url"),
+    }
+)
+"""Accepted values of `include`. Those about tools have no effect, because this server runs no tools."""
+REASONING_PREFIX = "rs_"
+ECHOED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
+    *("safety_identifier", "temperature", "top_p", "user"),
+)
+"""Fields that the response repeats, null if they were not sent."""
+TEXT_DEFAULTS: dict[str, Any] = {"format": {"type": "text"}, "verbosity": "medium"}
+REASONING_DEFAULTS = {"context": "auto", "mode": "standard"}
+
+
+class ResponseStreamOptions(msgspec.Struct, frozen=True):
+    include_obfuscation: bool | None = None
+
+
+class ReasoningSettings(msgspec.Struct, frozen=True):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
+
+
+class TextFormatField(msgspec.Struct, frozen=True):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    strict: bool | None = None
+
+
+class TextField(msgspec.Struct, frozen=True):
+    format: TextFormatField | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponseFields(openai.SamplingFields, frozen=True, kw_only=True):
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    background: bool | None = None
+    store: bool | None = None
+    include: list[str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoiceField = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: openai.Count | None = None
+    max_output_tokens: openai.Count | None = None
+    text: TextField | None = None
+    reasoning: ReasoningSettings | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    service_tier: str | None = None
+    stream_options: ResponseStreamOptions | None = None  # type: ignore[assignment]
+    metadata: Annotated[dict[str, Any], msgspec.Meta(max_length=16)] | None = None
+    client_metadata: Any = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: openai.Retention | None = None
+    prompt_cache_options: Any = None
+    safety_identifier: str | None = None
+
+
+class ParsedRequest(msgspec.Struct, frozen=True):
+    """A parsed request and the ids of the stored items that it refers to."""
+
+    parsed: dict[str, Any]
+    fields: ResponseFields
+    references: tuple[str, ...] = ()
+
+
+class ResponseContext(msgspec.Struct, frozen=True):
+    """What the response needs to know about its request beyond the `GenerationRequest`."""
+
+    echoed: Mapping[str, Any] = {}
+    client_tools: Mapping[str, ClientTool] = {}
+    """By the name that the model uses."""
+    encrypts_reasoning: bool = False
+    should_store: bool = True
+    items: tuple[Mapping[str, Any], ...] = ()
+    """The whole conversation before the response, as it is stored."""
+
+
+class ResponseRequest(msgspec.Struct, frozen=True):
+    request: GenerationRequest
+    context: ResponseContext
+
+
+def parse(body: bytes) -> ParsedRequest:
+    parsed = json_body.parse(body)
+    fields = json_body.convert(parsed, ResponseFields)
+    _check_supported(fields)
+    sent = fields.input if isinstance(fields.input, list) else []
+    items.check(sent)
+    kinds = [items.kind_of(item, f"input[{at}]") for at, item in enumerate(sent)]
+    references = (item.get("id") for item, kind in zip(sent, kinds, strict=True) if kind == "item_reference")
+    return ParsedRequest(parsed, fields, tuple(item_id for item_id in references if isinstance(item_id, str)))
+
+
+def _check_supported(fields: ResponseFields) -> None:
+    """Reject what no model can answer."""
+    if fields.background:
+        raise NotSupported("background: not supported; send the request without it", param="background")
+    if fields.conversation is not None:
+        message = "conversation: not supported; send the items or previous_response_id"
+        raise NotSupported(message, param="conversation")
+    if fields.prompt is not None:
+        raise NotSupported("prompt: stored prompts are not supported; send the text as instructions", param="prompt")
+    if fields.n is not None and fields.n > 1:
+        raise BadRequest("n: must be 1", param="n")
+    for name, value in (fields.metadata or {}).items():
+        if not isinstance(value, str):
+            path = f"metadata.{name:.64}"
+            raise BadRequest(f"{path}: expected a string", param=path)
+
+
+def decode(
+    parsed_request: ParsedRequest,
+    earlier: Sequence[dict[str, Any]] = (),
+    referenced: Mapping[str, dict[str, Any]] | None = None,
+) -> ResponseRequest:
+    """`earlier` are the input and output items of the previous response; `referenced` the stored items by id."""
+    asked = [Asked(Feature.CHAT, "input"), *openai.requested_features(parsed_request.fields, parsed_request.parsed)]
+    sent = _input_items(parsed_request.fields, referenced or {}, asked)
+    located = [("previous_response_id", item) for item in earlier] + sent
+    items.check_count(len(located))
+    fields = _apply_updates(parsed_request.fields, sent)
+    toolset = tools.decode(fields.tools or (), items.tools_of(located), asked)
+    choice, left = tools.choose(fields.tool_choice, fields.parallel_tool_calls is not False, toolset, asked)
+    system = (Message("system", (Text(fields.instructions),)),) if fields.instructions else ()
+    messages = (*system, *items.decode(located, toolset, asked))
+    if not messages:
+        raise _empty_input(asked)
+    _note_options(fields, parsed_request.parsed, asked)
+    wants_logprobs = LOGPROBS in (fields.include or ()) or bool(fields.top_logprobs)
+    if wants_logprobs:
+        asked.append(Asked(Feature.LOGPROBS, "top_logprobs" if fields.top_logprobs else "include"))
+    request = GenerationRequest(
+        **openai.decode_common(fields),
+        messages=messages,
+        tools=left,
+        tool_choice=choice,
+        constraint=_constraint((fields.text or TextField()).format, asked),
+        thinking=thinking.resolve({"reasoning": {"effort": fields.reasoning and fields.reasoning.effort}}, asked),
+        max_tokens=fields.max_output_tokens,
+        logprobs=Logprobs(fields.top_logprobs or 0) if wants_logprobs else None,
+        delivery=Delivery(stream=bool(fields.stream), usage=True),
+        asked=tuple(asked),
+    )
+    return ResponseRequest(request, _response_context(parsed_request, toolset, [item for _, item in located]))
+
+
+def _empty_input(asked: Sequence[Asked]) -> BadRequest:
+    """Name the item that was skipped, if any, because no other item has content."""
+    skipped = next((entry.param for entry in asked if entry.feature == Feature.ITEMS), None)
+    if skipped is None:
+        return BadRequest("input: at least one item is required", param="input")
+    path = f"{skipped}.type" if skipped.endswith("]") else skipped
+    return BadRequest(f"{path}: the input has no item with content for the model", param=path)
+
+
+def _input_items(
+    fields: ResponseFields, referenced: Mapping[str, dict[str, Any]], asked: list[Asked]
+) -> list[items.LocatedItem]:
+    """Return the items of the input with their paths, and stored items in place of references."""
+    if isinstance(fields.input, str):
+        return [("input", {"type": "message", "role": "user", "content": fields.input})]
+    located: list[items.LocatedItem] = []
+    for at, item in enumerate(fields.input or ()):
+        path = f"input[{at}]"
+        if items.kind_of(item, path) != "item_reference":
+            located.append((path, item))
+            continue
+        item_id = item.get("id")
+        if isinstance(item_id, str) and item_id in referenced:
+            located.append((path, referenced[item_id]))
+        elif isinstance(item_id, str) and item_id.startswith(REASONING_PREFIX):
+            # A conversation can continue without old reasoning, but not without its messages.
+            asked.append(Asked(Feature.ITEMS, path))
+        else:
+            message = f"{path}.id: item {quote(item_id)} is not stored; send the item itself"
+            raise NotFound(message, param=f"{path}.id")
+    return located
+
+
+class ConfigurationUpdate(msgspec.Struct, frozen=True):
+    """An item that changes settings of the request."""
+
+    reasoning: ReasoningSettings | None = None
+    text: TextField | None = None
+
+
+def _apply_updates(fields: ResponseFields, sent: Sequence[items.LocatedItem]) -> ResponseFields:
+    for path, item in sent:
+        if items.kind_of(item, path) != items.UPDATE:
+            continue
+        update = json_body.convert(item, ConfigurationUpdate, path)
+        if update.reasoning is not None and update.reasoning.effort is not None:
+            fields = msgspec.structs.replace(fields, reasoning=update.reasoning)
+        if update.text is not None and update.text.format is not None:
+            fields = msgspec.structs.replace(fields, text=update.text)
+    return fields
+
+
+def _note_options(fields: ResponseFields, parsed: dict[str, Any], asked: list[Asked]) -> None:
+    # `reasoning.summary` is ignored too: the reasoning is returned in full.
+    asked += [
+        Asked(Feature.UNKNOWN, f"reasoning.{name}")
+        for name, value in (parsed.get("reasoning") or {}).items()
+        if name != "effort" and value is not None and value != REASONING_DEFAULTS.get(name)
+    ]
+    asked += [
+        Asked(Feature.UNKNOWN, f"include[{at}]") for at, name in enumerate(fields.include or ()) if name not in INCLUDED
+    ]
+    if fields.text is not None and fields.text.verbosity not in (None, "medium"):
+        asked.append(Asked(Feature.VERBOSITY, "text.verbosity"))
+    if fields.truncation == "auto":
+        asked.append(Asked(Feature.TRUNCATION, "truncation"))
+    if fields.service_tier not in (None, "auto", "default"):
+        asked.append(Asked(Feature.SERVICE_TIER, "service_tier"))
+    if fields.stream_options is not None and fields.stream_options.include_obfuscation:
+        asked.append(Asked(Feature.UNKNOWN, "stream_options.include_obfuscation"))
+
+
+def _constraint(field: TextFormatField | None, asked: list[Asked]) -> Constraint | None:
+    if field is None or field.type == "text":
+        return None
+    asked.append(Asked(Feature.CONSTRAINT, "text.format"))
+    if field.type == "json_object":
+        return JsonObject()
+    if field.schema is None:
+        raise BadRequest("text.format.schema: required with type json_schema", param="text.format.schema")
+    return JsonSchema(field.schema, field.name or "response", bool(field.strict), "text.format.schema")
+
+
+def _response_context(
+    parsed_request: ParsedRequest, toolset: tools.ToolSet, conversation: Sequence[Mapping[str, Any]]
+) -> ResponseContext:
+    fields, parsed = parsed_request.fields, parsed_request.parsed
+    echoed = {
+        **{name: parsed.get(name) for name in ECHOED},
+        "background": False,
+        "metadata": fields.metadata or {},
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "reasoning": {"effort": fields.reasoning and fields.reasoning.effort, "summary": None},
+        "service_tier": "default",
+        "store": fields.store is not False,
+        "text": TEXT_DEFAULTS | json_body.without_nulls(parsed.get("text") or {}),
+        "tool_choice": parsed.get("tool_choice") or "auto",
+        "tools": [_echoed_tool(tool) for tool in fields.tools or ()],
+        "top_logprobs": fields.top_logprobs or 0,
+        "truncation": "disabled",
+    }
+    encrypts = ENCRYPTED in (fields.include or ())
+    return ResponseContext(echoed, toolset.client_tools, encrypts, fields.store is not False, tuple(conversation))
+
+
+def _echoed_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tool as it was sent, with the fields that a tool of its type always has."""
+    if tool.get("type") == "function":
+        return {"description": None, "parameters": None, **tool, "strict": bool(tool.get("strict"))}
+    if tool.get("type") == "namespace":
+        return {**tool, "description": tool.get("description") or "", "tools": list(tool.get("tools") or ())}
+    return dict(tool)

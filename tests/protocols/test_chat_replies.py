@@ -1,0 +1,185 @@
+"""Server side of chat completions: encoding replies and streams."""
+
+import json
+from typing import Any
+
+import msgspec
+
+from dragoman.core.errors import EngineDied
+from dragoman.core.events import (
+    Event,
+    Finished,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    TokenLogprob,
+    ToolCallDelta,
+    ToolCallStart,
+    Usage,
+)
+from dragoman.core.features import Feature
+from dragoman.core.request import Asked, Delivery, GenerationRequest, Logprobs
+from tests.protocols.wire import collected, encode_reply, encoder, frames
+
+REQUEST = GenerationRequest(id="chatcmpl-1", model="m")
+LEGACY = GenerationRequest(
+    id="chatcmpl-1", model="m", asked=(Asked(Feature.CHAT, "messages"), Asked(Feature.TOOLS, "functions"))
+)
+HEADER = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 0, "model": "m"}
+
+
+def chunk(delta: dict[str, Any], index: int = 0, logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
+    return {**HEADER, "choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}]}
+
+
+def call(index: int, **fields: Any) -> dict[str, Any]:
+    return chunk({"tool_calls": [{"index": index, **fields}]})
+
+
+def whole(request: GenerationRequest, events: list[Event]) -> dict[str, Any]:
+    choice: dict[str, Any] = json.loads(encode_reply("chat", request, collected(events)))["choices"][0]
+    return choice
+
+
+def test_stream_frames() -> None:
+    encoded = frames(
+        "chat", REQUEST, (0, [Started(3)]), (0, [TextDelta('a"\n'), TextDelta(""), TextDelta("é😀")]), (0, [Finished()])
+    )
+    assert encoded == [
+        chunk({"role": "assistant", "content": ""}),
+        chunk({"content": 'a"\n'}),
+        chunk({"content": "é😀"}),
+        chunk({}, finish="stop"),
+        "[DONE]",
+    ]
+
+
+def test_interleaved_choices_and_usage() -> None:
+    request = msgspec.structs.replace(REQUEST, choices=2, delivery=Delivery(stream=True, usage=True))
+    encoded = frames(
+        "chat",
+        request,
+        (0, [Started(3), TextDelta("a")]),
+        (1, [Started(3), TextDelta("b")]),
+        (1, [Finished("length", usage=Usage(completion=1))]),
+        (0, [Finished("stop", usage=Usage(prompt=3, completion=1, cached=2))]),
+    )
+    assert [entry["choices"][0]["index"] for entry in encoded[:-2]] == [0, 0, 1, 1, 1, 0]
+    assert all(entry["usage"] is None for entry in encoded[:-2])
+    assert encoded[-2]["choices"] == []
+    assert encoded[-2]["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+def test_logprobs_in_a_frame() -> None:
+    request = msgspec.structs.replace(REQUEST, logprobs=Logprobs(1))
+    entry = TokenLogprob(5, b"\xc3", -0.5, (TokenLogprob(6, b"x", -0.1),))
+    encoded = frames("chat", request, (0, [TextDelta("", logprobs=(entry,))]), (0, [Finished()]))
+    content = [
+        {
+            "token": "�",
+            "logprob": -0.5,
+            "bytes": [0xC3],
+            "top_logprobs": [{"token": "x", "logprob": -0.1, "bytes": [120]}],
+        }
+    ]
+    assert encoded[0] == chunk({"content": ""}, logprobs={"content": content, "refusal": None})
+
+
+def test_error_frame() -> None:
+    error = {"message": "gone", "type": "inference_error", "param": None, "code": "engine_died"}
+    assert (
+        encoder("chat", REQUEST).fail(EngineDied("gone")) == b"data: " + msgspec.json.encode({"error": error}) + b"\n\n"
+    )
+
+
+def test_call_frames_have_id_and_name_first_then_only_arguments() -> None:
+    encoded = frames(
+        "chat",
+        REQUEST,
+        (0, [Started(3), ToolCallStart("c1", "f"), ToolCallDelta(""), ToolCallDelta('{"x'), ToolCallDelta('": 1}')]),
+        (0, [ToolCallStart("c2", "g"), ToolCallDelta("{}", count=2), Finished("tool_calls")]),
+    )
+    assert encoded == [
+        chunk({"role": "assistant", "content": ""}),
+        call(0, id="c1", type="function", function={"name": "f", "arguments": ""}),
+        call(0, function={"arguments": '{"x'}),
+        call(0, function={"arguments": '": 1}'}),
+        call(1, id="c2", type="function", function={"name": "g", "arguments": ""}),
+        call(1, function={"arguments": "{}"}),
+        chunk({}, finish="tool_calls"),
+        "[DONE]",
+    ]
+
+
+def test_call_index_counts_per_choice() -> None:
+    encoded = frames(
+        "chat",
+        REQUEST,
+        (0, [ToolCallStart("c1", "f")]),
+        (1, [ToolCallStart("c2", "f"), ToolCallDelta("{")]),
+        (0, [ToolCallDelta("{}"), ToolCallStart("c3", "f")]),
+    )
+    entries = [(frame["choices"][0]["index"], frame["choices"][0]["delta"]["tool_calls"][0]) for frame in encoded[:-1]]
+    assert [(choice, entry["index"]) for choice, entry in entries] == [(0, 0), (1, 0), (1, 0), (0, 0), (0, 1)]
+
+
+def test_reasoning_frames() -> None:
+    encoded = frames("chat", REQUEST, (0, [ReasoningDelta("hm"), ReasoningDelta(""), TextDelta("so"), Finished()]))
+    assert encoded[:-1] == [
+        chunk({"reasoning_content": "hm", "reasoning": "hm"}),
+        chunk({"content": "so"}),
+        chunk({}, finish="stop"),
+    ]
+
+
+def test_legacy_function_call() -> None:
+    events: list[Event] = [Started(), TextDelta("hm"), ToolCallStart("c1", "f"), ToolCallDelta("{}")]
+    encoded = frames("chat", LEGACY, (0, [*events, Finished("tool_calls")]))
+    assert encoded == [
+        chunk({"role": "assistant", "content": ""}),
+        chunk({"content": "hm"}),
+        chunk({"function_call": {"name": "f", "arguments": ""}}),
+        chunk({"function_call": {"arguments": "{}"}}),
+        chunk({}, finish="function_call"),
+        "[DONE]",
+    ]
+    choice = whole(LEGACY, [*events, Finished("tool_calls")])
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "hm",
+        "refusal": None,
+        "function_call": {"name": "f", "arguments": "{}"},
+    }
+
+
+def test_reply_message_omits_absent_fields() -> None:
+    text = whole(REQUEST, [Started(), TextDelta("a"), Finished()])
+    assert text["message"] == {"role": "assistant", "content": "a", "refusal": None}
+    empty = whole(REQUEST, [Started(), Finished()])
+    assert empty["message"] == {"role": "assistant", "content": "", "refusal": None}
+    only_call = whole(REQUEST, [Started(), ToolCallStart("c", "f"), ToolCallDelta("{}"), Finished("tool_calls")])
+    assert only_call["finish_reason"] == "tool_calls"
+    assert only_call["message"] == {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    }
+
+
+def test_texts_around_a_call_are_separated() -> None:
+    events: list[Event] = [Started(3), ReasoningDelta("hm"), TextDelta("a"), ToolCallStart("c1", "f")]
+    events += [ToolCallDelta("{}"), TextDelta("b"), Finished("tool_calls")]
+    encoded = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": "a\n\nb", "refusal": None, "tool_calls": [encoded]}
+    message |= {"reasoning_content": "hm", "reasoning": "hm"}
+    assert whole(REQUEST, events) == {"index": 0, "message": message, "logprobs": None, "finish_reason": "tool_calls"}
+    deltas = [frame["choices"][0]["delta"] for frame in frames("chat", REQUEST, (0, events))[:-1]]
+    assert "".join(delta.get("content", "") for delta in deltas) == "a\n\nb"

@@ -1,0 +1,47 @@
+"""Helpers for tests of engines in worker processes."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from dragoman.core.engine import stream_events
+from dragoman.core.events import Event
+from dragoman.core.request import GenerationRequest, Message, Text
+from dragoman.ipc.worker_engine import WorkerEngine
+from tests.support.requests import PATIENCE
+
+
+def ask(text: str) -> GenerationRequest:
+    return GenerationRequest(id="1", messages=(Message("user", (Text(text),)),))
+
+
+async def events(engine: WorkerEngine, text: str) -> list[Event]:
+    return [event async for ready in stream_events(engine, ask(text)) for event in ready]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for something that happens in another process."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():  # noqa: ASYNC110 (another process does not notify this one)
+            await asyncio.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def children() -> set[int]:
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    return {int(pid) for task in tasks for pid in _started_by(task)}
+
+
+def _started_by(task: Path) -> list[str]:
+    try:
+        return (task / "children").read_text().split()
+    except FileNotFoundError:
+        # The thread has just ended.
+        return []
