@@ -47,6 +47,8 @@ MALFORMED = {
     "no Host": b"GET / HTTP/1.1\r\n\r\n",
     "empty Host": b"GET / HTTP/1.1\r\nHost:\r\n\r\n",
     "Host of another server": b"GET /v1/models HTTP/1.1\r\nHost: attacker.example\r\n\r\n",
+    "target on another server": b"GET http://attacker.example/v1/models HTTP/1.1\r\n" + HOST + b"\r\n",
+    "empty lines only": b"\r\n" * 5000,
     "Host with a path": b"GET / HTTP/1.1\r\nHost: localhost/evil\r\n\r\n",
     "Host with a user": b"GET / HTTP/1.1\r\nHost: localhost@evil\r\n\r\n",
     "Host with spaces": b"GET / HTTP/1.1\r\nHost: local host\r\n\r\n",

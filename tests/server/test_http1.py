@@ -3,7 +3,7 @@
 import pytest
 
 from dragoman.core.errors import BadRequest, DragomanError, HeadersTooLarge, NotSupported
-from dragoman.server.http.http1 import ChunkedBody, FixedBody, RequestHead
+from dragoman.server.http.http1 import MAX_EMPTY_LINES, MAX_SMALL_CHUNKS, ChunkedBody, FixedBody, RequestHead
 
 LIMIT = 200
 REST = b"GET /next HTTP/1.1\r\n\r\n"
@@ -54,6 +54,7 @@ def test_upgrade_is_an_ordinary_head(data: bytes, step: int) -> None:
 
 REFUSED: dict[str, tuple[bytes, type[DragomanError]]] = {
     "CONNECT": (b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n", BadRequest),
+    "endless empty lines": (b"\r\n" * MAX_EMPTY_LINES, BadRequest),
     "HTTP/2 preface": (b"PRI * HTTP/2.0\r\n\r\n", BadRequest),
     "HTTP/0.9": (b"GET /\r\n\r\n", BadRequest),
     "HTTP/2.0": (b"GET / HTTP/2.0\r\n\r\n", BadRequest),
@@ -133,6 +134,14 @@ BAD_CHUNKS: dict[str, tuple[bytes, type[DragomanError]]] = {
     "endless trailer": (b"0\r\na: " + b"b" * (LIMIT + 100), HeadersTooLarge),
     "endless trailers": (b"0\r\n" + b"x: y\r\n" * LIMIT, HeadersTooLarge),
 }
+
+
+def test_too_many_small_chunks() -> None:
+    body = ChunkedBody(LIMIT)
+    assert body.feed(b"1\r\nx\r\n" * MAX_SMALL_CHUNKS)[1] is None
+    assert body.feed(b"41\r\n" + b"x" * 0x41 + b"\r\n")[1] is None
+    with pytest.raises(BadRequest, match="too many small chunks"):
+        body.feed(b"1\r\nx\r\n")
 
 
 @STEPS

@@ -179,7 +179,9 @@ class HttpConnection(asyncio.Protocol):
         return rest
 
     def _begin(self, head: RequestHead) -> None:
-        path, raw_path, query = parse_target(head.url)
+        path, raw_path, query, host = parse_target(head.url)
+        if host is not None:
+            head.headers = [(name, host if name == b"host" else value) for name, value in head.headers]
         scope = {
             "type": "http",
             "asgi": ASGI,

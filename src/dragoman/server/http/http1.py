@@ -11,7 +11,9 @@ Rules
 2. Every `feed` consumes its input or returns the part after the end. No byte is parsed twice.
 3. The head is bounded. Chunk extensions and trailers of one body together have the same bound. They are discarded: a
    trailer never becomes a header.
-4. `chunked` is the only transfer coding. Another coding before it is a 501; anything else is a 400.
+4. Bytes that carry nothing are bounded too: empty lines before a head, and small chunks of a body.
+5. An absolute target (`GET http://host/path`) replaces the Host header, as RFC 9112 demands.
+6. `chunked` is the only transfer coding. Another coding before it is a 501; anything else is a 400.
 """
 
 import re
@@ -25,6 +27,11 @@ from dragoman.core.errors import BadRequest, DragomanError, HeadersTooLarge, Not
 HEAD_END = b"\r\n\r\n"
 FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect"})
 VERSIONS = ("1.1", "1.0")
+MAX_EMPTY_LINES = 4096
+"""Bytes of empty lines before a head."""
+SMALL_CHUNK = 64
+MAX_SMALL_CHUNKS = 100_000
+"""Chunks of at most `SMALL_CHUNK` bytes in one body. A million of them takes a second of processor time."""
 MAX_SIZE_LINE = 20
 """Bytes of a chunk's size line that do not count as extensions: 16 digits, CRLF, and two spare."""
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?\r\n")
@@ -38,7 +45,7 @@ def headers_too_large(limit: int) -> DragomanError:
 
 class RequestHead:
     __slots__ = (
-        *("_codings", "_expect", "_limit", "_parser", "_size", "_tail"),
+        *("_codings", "_empty", "_expect", "_limit", "_parser", "_size", "_tail"),
         *("content_length", "headers", "is_complete", "keep_alive", "method", "url", "version"),
     )
 
@@ -46,6 +53,8 @@ class RequestHead:
         self._limit = limit
         self._parser = httptools.HttpRequestParser(self)
         self._size = 0
+        self._empty = 0
+        """Bytes of empty lines so far."""
         self._tail = b""
         self._codings: list[bytes] = []
         self.url = b""
@@ -76,8 +85,12 @@ class RequestHead:
     def feed(self, data: bytes) -> bytes:
         """Parse more data, and return what follows the head if it is complete now."""
         if not self._size:
-            # Empty lines before a request are ignored.
-            data = data.lstrip(b"\r\n")
+            # A few empty lines before a request are ignored.
+            stripped = data.lstrip(b"\r\n")
+            self._empty += len(data) - len(stripped)
+            if self._empty > MAX_EMPTY_LINES:
+                raise BadRequest("too many empty lines before the request")
+            data = stripped
         joined = self._tail + data
         found = joined.find(HEAD_END)
         end = len(data) if found < 0 else found + len(HEAD_END) - len(self._tail)
@@ -138,15 +151,16 @@ class RequestHead:
 
 
 @lru_cache(maxsize=256)
-def parse_target(url: bytes) -> tuple[str, bytes, bytes]:
-    """The decoded path, the path as sent, and the query."""
+def parse_target(url: bytes) -> tuple[str, bytes, bytes, bytes | None]:
+    """The decoded path, the path as sent, the query, and host and port if the target is absolute."""
     try:
         parsed = httptools.parse_url(url)
     except httptools.HttpParserError as error:
         raise BadRequest("the request target is not a valid URL") from error
     raw = parsed.path or b"/"
     path = raw.decode("ascii")
-    return unquote(path) if "%" in path else path, raw, parsed.query or b""
+    host = None if parsed.host is None else url.partition(b"//")[2].partition(b"/")[0].partition(b"?")[0]
+    return unquote(path) if "%" in path else path, raw, parsed.query or b"", host
 
 
 class FixedBody:
@@ -166,7 +180,7 @@ class FixedBody:
 
 
 class ChunkedBody:
-    __slots__ = ("_ends_chunk", "_extra", "_in_trailers", "_limit", "_line", "_size")
+    __slots__ = ("_ends_chunk", "_extra", "_in_trailers", "_limit", "_line", "_size", "_small_chunks")
 
     left = None
     """The length is unknown."""
@@ -181,6 +195,7 @@ class ChunkedBody:
         self._in_trailers = False
         self._extra = 0
         """Bytes of extensions and trailers."""
+        self._small_chunks = 0
 
     def feed(self, data: bytes) -> tuple[bytes, bytes | None]:
         """The content, and what follows the body; None while the body is incomplete."""
@@ -200,6 +215,7 @@ class ChunkedBody:
                 start = whole.end()
                 stop = start + int(whole[1], 16)
                 if start < stop < end - 1 and data.startswith(b"\r\n", stop):
+                    self._count_chunk(stop - start)
                     pieces.append(data[start:stop])
                     at = stop + 2
                     continue
@@ -216,6 +232,12 @@ class ChunkedBody:
                 return b"".join(pieces), data[at:]
         return b"".join(pieces), None
 
+    def _count_chunk(self, size: int) -> None:
+        if size <= SMALL_CHUNK:
+            self._small_chunks += 1
+            if self._small_chunks > MAX_SMALL_CHUNKS:
+                raise BadRequest("the body has too many small chunks; send larger ones, or a Content-Length")
+
     def _process_line(self, line: bytes) -> bool:
         """Process a size line, the end of a chunk, or a trailer. True if the body ends here."""
         if self._ends_chunk:
@@ -227,6 +249,7 @@ class ChunkedBody:
             if match is None:
                 raise BadRequest("the size of a chunk of the body is not valid")
             self._size = int(match[1], 16)
+            self._count_chunk(self._size)
             self._extra += max(0, len(line) - MAX_SIZE_LINE)
             self._in_trailers = not self._size
         elif line == b"\r\n":
