@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from dragoman.core.embeddings import Embedding, EmbeddingRequest, RerankRequest
 from dragoman.core.errors import BadRequest
-from dragoman.protocols.embeddings import server as embeddings
-from dragoman.protocols.rerank import server as rerank
+from dragoman.protocols import embeddings, rerank
 from tests.protocols.wire import recordings
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from dragoman.core.errors import DragomanError
-from dragoman.protocols import response_format, thinking
+from dragoman.protocols import embeddings, response_format, thinking
 from dragoman.protocols.chat import server as chat
 from dragoman.protocols.chat import tools
-from dragoman.protocols.embeddings import server as embeddings
 from tests.protocols.wire import decode_body, recordings
 
 LONG = "x" * 20_000

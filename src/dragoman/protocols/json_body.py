@@ -3,7 +3,7 @@
 Rules
 1. The root is an object, at most 64 levels deep, without duplicate keys.
 2. Text is valid UTF-8 without unpaired surrogates. Numbers are finite; 1.0 is an integer, 1.5 and true are not.
-3. An unknown field is accepted; `unknown_fields` returns it so that it can be reported.
+3. An unknown field is accepted; unless it is null, `unknown_fields` returns it so that it can be reported.
 
 Before a text is decoded, its elements are counted, because a decoded element takes about 70 bytes, even if it is a
 single character of the text. The garbage collector visits every array and object, so those count more.
@@ -188,19 +188,14 @@ def convert(parsed: Any, kind: type[T], path: str = "") -> T:
     try:
         return msgspec.convert(parsed, kind)
     except msgspec.ValidationError as error:
-        raise _field_error(error, path) from None
+        inner, message = parse_validation_error(error)
+        message = truncate(message, MAX_VALUE + MAX_PREFIX)
+        param = (path + inner).removeprefix(".")
+        raise BadRequest(f"{param}: {message}" if param else message, param=param or None) from None
 
 
 def missing_field(path: str) -> BadRequest:
     return BadRequest(f"{path}: {REQUIRED}", param=path)
-
-
-def _field_error(error: msgspec.ValidationError, base: str) -> BadRequest:
-    """Turn a msgspec error inside the field `base` into a `BadRequest` with the full path."""
-    path, message = parse_validation_error(error)
-    message = truncate(message, MAX_VALUE + MAX_PREFIX)
-    param = (base + path).removeprefix(".")
-    return BadRequest(f"{param}: {message}" if param else message, param=param or None)
 
 
 def get_path(parsed: dict[str, Any], path: str) -> Any:
@@ -216,7 +211,9 @@ def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def unknown_fields(parsed: dict[str, Any], struct: type[msgspec.Struct]) -> list[str]:
     known = _field_names(struct)
-    unknown = [name for name in parsed if name not in known]
+    if parsed.keys() <= known:
+        return []
+    unknown = [name for name, value in parsed.items() if name not in known and value is not None]
     if len(unknown) > MAX_UNKNOWN:
         raise BadRequest(f"the request has {len(unknown)} unknown fields; at most {MAX_UNKNOWN} are accepted")
     return unknown

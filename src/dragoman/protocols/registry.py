@@ -23,10 +23,9 @@ from dragoman.core.errors import DragomanError
 from dragoman.core.events import Event
 from dragoman.core.reply import RateLimitState, Reply
 from dragoman.core.request import GenerationRequest
-from dragoman.protocols import errors, openai
+from dragoman.protocols import completions, errors, openai
 from dragoman.protocols.chat import client as chat_client
 from dragoman.protocols.chat import server as chat
-from dragoman.protocols.completions import server as completions
 from dragoman.protocols.messages import client as messages_client
 from dragoman.protocols.messages import server as messages
 from dragoman.protocols.responses import client as responses_client
@@ -124,4 +123,4 @@ PROTOCOLS = {
 CLIENT_PROTOCOLS = {
     protocol.name: protocol for protocol in (chat_client.PROTOCOL, messages_client.PROTOCOL, responses_client.PROTOCOL)
 }
-"""Protocols for conversations, in the order in which they are tried. For raw prompts there is `completions.client`."""
+"""Protocols for conversations, in the order in which they are tried. Raw prompts have `chat_client.COMPLETIONS`."""

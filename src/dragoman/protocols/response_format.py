@@ -82,9 +82,7 @@ def decode(parsed: dict[str, Any], asked: list[Asked]) -> Constraint | None:
     asked += [Asked(Feature.STRUCTURAL_TAG, path) for path in tags if json_body.get_path(parsed, path) is not None]
     outputs = parsed.get("structured_outputs") or {}
     unknown = json_body.unknown_fields(outputs, StructuredOutputs)
-    asked += [
-        Asked(Feature.UNKNOWN, f"structured_outputs.{name}") for name in unknown if outputs[name] not in (None, False)
-    ]
+    asked += [Asked(Feature.UNKNOWN, f"structured_outputs.{name}") for name in unknown if outputs[name] is not False]
     if len(constraints) > 1:
         first, second = list(constraints)[:2]
         raise BadRequest(f"{second}: only one output format is allowed, and {first} already sets it", param=second)

@@ -5,7 +5,7 @@
                  | {type: allowed_tools, allowed_tools: {mode: auto | required, tools: ({function: {name}})*}}
 
 `functions` and `function_call` are the older fields for the same. A request that uses only those gets its reply in the
-older form: see `is_legacy`. Tools of other types are valid but unsupported.
+older form: see `LEGACY_TOOLS` in `server.py`. Tools of other types are valid but unsupported.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import msgspec
 
 from dragoman.core.errors import BadRequest, quote
 from dragoman.core.features import Feature
-from dragoman.core.request import Asked, GenerationRequest, Tool, ToolChoice
+from dragoman.core.request import Asked, Tool, ToolChoice
 from dragoman.protocols import json_body
 from dragoman.protocols.tools import check_count, decode_tool, duplicate_error, no_tools_error
 
@@ -87,11 +87,6 @@ def decode(parsed: dict[str, Any], asked: list[Asked]) -> tuple[tuple[Tool, ...]
         if choice.mode == "named" and choice.name not in allowed:
             raise BadRequest(f"{path}: no tool named {quote(choice.name)}", param=path)
     return tuple(allowed.values()), choice
-
-
-def is_legacy(request: GenerationRequest) -> bool:
-    """Whether the reply must report calls as `function_call`."""
-    return "functions" in [asked.param for asked in request.asked]
 
 
 def _functions(fields: ToolFields, asked: list[Asked]) -> Iterator[tuple[str, FunctionField]]:

@@ -176,7 +176,7 @@ def _asked_fields(fields: MessagesFields, parsed: dict[str, Any]) -> list[Asked]
         if value is not None and name not in HARMLESS and value not in NEUTRAL.get(name, ()):
             asked.append(Asked(Feature.UNKNOWN, name))
     config = parsed.get("output_config") or {}
-    unknown = [name for name in json_body.unknown_fields(config, OutputConfig) if config[name] is not None]
+    unknown = json_body.unknown_fields(config, OutputConfig)
     return asked + [Asked(Feature.UNKNOWN, f"output_config.{name}") for name in unknown]
 
 
