@@ -5,13 +5,7 @@ from typing import Any
 
 import pytest
 
-from dragoman.core.request import (
-    Image,
-    Message,
-    Reasoning,
-    Text,
-    ToolResult,
-)
+from dragoman.core.request import Image, Message, Reasoning, Text, ToolResult
 from dragoman.protocols.messages.blocks import sign
 from tests.protocols import wire
 from tests.protocols.wire import HI, asked

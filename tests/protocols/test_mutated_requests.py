@@ -42,14 +42,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 FIELDS = sorted(
-    {
-        *chat.ChatFields.__struct_fields__,
-        *response_format.FIELDS,
-        *thinking.FIELDS,
-        *tools.FIELDS,
-        "system",
-        "input",
-    }
+    {*chat.ChatFields.__struct_fields__, *response_format.FIELDS, *thinking.FIELDS, *tools.FIELDS, "system", "input"}
 )
 
 

@@ -99,13 +99,7 @@ def test_calls() -> None:
     )
     call = {"type": "function_call", "id": "fc_1_0", "call_id": "c1", "name": "f", "namespace": "n"}
     custom = {"type": "custom_tool_call", "id": "ctc_1_1", "call_id": "c2", "name": "c"}
-    shell = {
-        "type": "shell_call",
-        "id": "sh_1_2",
-        "call_id": "c3",
-        "environment": None,
-        "action": {"commands": ["ls"]},
-    }
+    shell = {"type": "shell_call", "id": "sh_1_2", "call_id": "c3", "environment": None, "action": {"commands": ["ls"]}}
     assert item_events(payloads) == [
         ("output_item.added", {"item": {**call, "arguments": "", "status": "in_progress"}}),
         ("function_call_arguments.delta", {"delta": '{"a'}),

@@ -205,34 +205,20 @@ CALLS: list[tuple[ClientTool, str, dict[str, Any]]] = [
         "{",
         {"type": "function_call", "id": "fc_1", "name": "f", "namespace": "n", "arguments": "{"},
     ),
-    (
-        ClientTool("custom", "c"),
-        "x",
-        {"type": "custom_tool_call", "id": "ctc_1", "name": "c", "input": "x"},
-    ),
+    (ClientTool("custom", "c"), "x", {"type": "custom_tool_call", "id": "ctc_1", "name": "c", "input": "x"}),
     (
         ClientTool("local_shell", "local_shell"),
         '{"command": "ls -l", "working_directory": "/"}',
         {
             "type": "local_shell_call",
             "id": "lsh_1",
-            "action": {
-                "type": "exec",
-                "command": ["bash", "-lc", "ls -l"],
-                "env": {},
-                "working_directory": "/",
-            },
+            "action": {"type": "exec", "command": ["bash", "-lc", "ls -l"], "env": {}, "working_directory": "/"},
         },
     ),
     (
         ClientTool("shell", "shell"),
         '{"commands": ["ls"]}',
-        {
-            "type": "shell_call",
-            "id": "sh_1",
-            "action": {"commands": ["ls"]},
-            "environment": None,
-        },
+        {"type": "shell_call", "id": "sh_1", "action": {"commands": ["ls"]}, "environment": None},
     ),
     (
         ClientTool("apply_patch", "apply_patch"),

@@ -47,7 +47,7 @@ SUPPORTED_FIELDS = request_fields.SAMPLING | {
     *("user", "prompt_cache_key", "safety_identifier", "service_tier"),
 }
 COMPLETION_FIELDS = request_fields.SAMPLING | {
-    *("prompts", "suffix", "stop", "stop_token_ids", "ignore_eos", "logprobs", "user"),
+    *("prompts", "suffix", "stop", "stop_token_ids", "ignore_eos", "logprobs", "user")
 }
 
 

@@ -285,10 +285,7 @@ DECODERS: dict[str, Decoder] = {
     "search_result": (SearchResultBlock, _search_result),
     "thinking": (ThinkingBlock, _thinking),
     "redacted_thinking": (RedactedThinkingBlock, lambda block, path, asked: Reasoning("", block.data)),
-    "tool_use": (
-        ToolUseBlock,
-        lambda block, path, asked: ToolCall(block.id, block.name, _json(block.input or {})),
-    ),
+    "tool_use": (ToolUseBlock, lambda block, path, asked: ToolCall(block.id, block.name, _json(block.input or {}))),
     "tool_result": (ToolResultBlock, _tool_result),
     "tool_reference": (OtherBlock, lambda block, path, asked: Text(str(block.tool_name))),
     "browser_state": (OtherBlock, lambda block, path, asked: _tagged("browser_state", _json({"tabs": block.tabs}))),

@@ -67,10 +67,7 @@ DELTAS = {
     "tool_use": ("input_json_delta", "partial_json"),
 }
 """The delta type of each block type, and the name of its text."""
-EMPTY_BLOCKS = {
-    "text": {"type": "text", "text": ""},
-    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
-}
+EMPTY_BLOCKS = {"text": {"type": "text", "text": ""}, "thinking": {"type": "thinking", "thinking": "", "signature": ""}}
 
 
 class AnthropicThinking(msgspec.Struct, frozen=True):
