@@ -5,17 +5,7 @@ from typing import Any
 
 import pytest
 
-from dragoman.core.request import (
-    Delivery,
-    Image,
-    Logprobs,
-    Message,
-    Part,
-    Reasoning,
-    Text,
-    ToolCall,
-    ToolResult,
-)
+from dragoman.core.request import Delivery, Image, Logprobs, Message, Part, Reasoning, Text, ToolCall, ToolResult
 from tests.protocols import wire
 from tests.protocols.wire import features, rejected_param
 
