@@ -7,7 +7,7 @@ import pytest
 
 from dragoman.core.request import Delivery, Image, Logprobs, Message, Part, Reasoning, Text, ToolCall, ToolResult
 from tests.protocols import wire
-from tests.protocols.wire import features, rejected_param
+from tests.protocols.wire import features, invalid, rejected_param
 
 decode = partial(wire.decode, "chat")
 
@@ -79,26 +79,22 @@ def test_requested_features_have_their_path() -> None:
 TEXT = {"type": "text", "text": "a"}
 CALL: dict[str, Any] = {"function": {}}
 INVALID = [
-    ({"messages": []}, "messages"),
-    ({"messages": "hi"}, "messages"),
+    *invalid("messages", "messages", [], "hi"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": "x"}, {"role": "bob", "content": "x"}]}, "messages[1].role"),
     ({"messages": [{"role": "user", "content": [TEXT, {"type": "zip"}]}]}, "messages[0].content[1].type"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages[0].tool_calls[0].function.name"),
-    *(({"n": value}, "n") for value in (0, 1.5, True)),
-    *(({"max_tokens": value}, "max_tokens") for value in (0, -1)),
-    *(({"temperature": value}, "temperature") for value in (-0.1, "hot")),
+    *invalid("n", "n", 0, 1.5, True),
+    *invalid("max_tokens", "max_tokens", 0, -1),
+    *invalid("temperature", "temperature", -0.1, "hot"),
     ({"top_p": 1.1}, "top_p"),
     ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    *(({"stop": value}, "stop") for value in ("", ["a", ""], "x" * 2000)),
+    *invalid("stop", "stop", "", ["a", ""], "x" * 2000),
     ({"stop": [1]}, "stop[0]"),
-    *(
-        ({"logit_bias": value}, "logit_bias")
-        for value in ({"a": 1}, {"-1": 1}, dict.fromkeys(map(str, range(10_000)), 1))
-    ),
+    *invalid("logit_bias", "logit_bias", {"a": 1}, {"-1": 1}, dict.fromkeys(map(str, range(10_000)), 1)),
     ({"logit_bias": {"1": 101}}, "logit_bias[...]"),
     ({"seed": 2**70}, "seed"),
     ({"prompt_cache_retention": "forever"}, "prompt_cache_retention"),

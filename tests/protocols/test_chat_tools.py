@@ -7,7 +7,7 @@ import pytest
 
 from dragoman.core.request import Tool, ToolChoice
 from tests.protocols import wire
-from tests.protocols.wire import features, rejected_param
+from tests.protocols.wire import features, invalid, rejected_param
 
 decode = partial(wire.decode, "chat")
 
@@ -90,8 +90,7 @@ def test_other_tool_types_are_reported() -> None:
         ({"tools": [tool("a", parameters={"type": ["string", "null"]})]}, "tools[0].function.parameters.type"),
         ({"tools": [tool("a"), tool("b", parameters={"type": {}})]}, "tools[1].function.parameters.type"),
         ({"functions": [{"name": "a", "parameters": {"type": "string"}}]}, "functions[0].parameters.type"),
-        ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"tools": [{"type": "function", "name": "flat"}]}, "tools[0].function"),
+        *invalid("tools", "tools[0].function", [{"type": "function"}], [{"type": "function", "name": "flat"}]),
         ({"tools": [{"function": {"name": "a"}}]}, "tools[0].type"),
         ({"tools": {}}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),

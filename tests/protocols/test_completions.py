@@ -11,7 +11,7 @@ from dragoman.core.events import Event, Finished, Started, TextDelta, TokenLogpr
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked, Delivery, GenerationRequest, Logprobs, OneOf
 from tests.protocols import wire
-from tests.protocols.wire import collected, encode_reply, frames, rejected_param
+from tests.protocols.wire import collected, encode_reply, frames, invalid, rejected_param
 
 decode = partial(wire.decode, "completions")
 
@@ -27,10 +27,10 @@ def test_prompt_types(prompt: Any, prompts: tuple[Any, ...]) -> None:
     assert has_tokens == any(isinstance(entry, tuple) for entry in prompts)
 
 
-INVALID = [
-    *(({"prompt": value}, "prompt") for value in ([], None, {"a": 1}, ["x"] * 2000)),
-    *(({"prompt": value}, "prompt[0]") for value in ([[]], [-1], [1.5], [True])),
-    *(({"prompt": value}, "prompt[1]") for value in ([1, "a"], ["a", 1])),
+INVALID: list[tuple[dict[str, Any], str]] = [
+    *invalid("prompt", "prompt", [], None, {"a": 1}, ["x"] * 2000),
+    *invalid("prompt", "prompt[0]", [[]], [-1], [1.5], [True]),
+    *invalid("prompt", "prompt[1]", [1, "a"], ["a", 1]),
     ({"prompt": [[1], [2, "a"]]}, "prompt[1][1]"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"logprobs": 21}, "logprobs"),

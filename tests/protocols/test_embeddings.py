@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dragoman.core.embeddings import Embedding, EmbeddingRequest, RerankRequest
 from dragoman.core.errors import BadRequest
 from dragoman.protocols import embeddings, rerank
+from tests.protocols.wire import invalid
 
 RERANK = {"query": "q", "documents": ["a", "b"]}
 
@@ -49,9 +50,9 @@ def test_input_types(field: object, inputs: object) -> None:
     ("fields", "param"),
     [
         ({}, "input"),
-        *(({"input": value}, "input") for value in (None, "", [], 7, ["x"] * 2049)),
-        *(({"input": value}, "input[0]") for value in ([[]], [True], [{"text": "a"}])),
-        *(({"input": value}, "input[1]") for value in (["a", ""], [[1], []], [1, "a"], [1, -1])),
+        *invalid("input", "input", None, "", [], 7, ["x"] * 2049),
+        *invalid("input", "input[0]", [[]], [True], [{"text": "a"}]),
+        *invalid("input", "input[1]", ["a", ""], [[1], []], [1, "a"], [1, -1]),
         ({"input": [[1.5]]}, "input[0][0]"),
         ({"input": ["a", [1, 2, -3]]}, "input[1][2]"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),

@@ -1,6 +1,7 @@
 """Classifies error responses of real servers."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -174,10 +175,14 @@ def test_error_without_message(body: Any) -> None:
     assert error.message.strip()
 
 
-def test_count_with_thousands_of_digits_does_not_fail() -> None:
-    body = openai(f"This model's maximum context length is {'9' * 5000} tokens.", code="context_length_exceeded")
-    error = error_from_response(400, {}, json.dumps(body).encode())
-    assert isinstance(error, errors.ContextTooLong)
+@pytest.mark.parametrize(
+    "message", [f"This model's maximum context length is {'9' * 60_000} tokens.", "input token count " * 3_000]
+)
+def test_long_message_is_searched_quickly(message: str) -> None:
+    begun = time.thread_time()
+    error = error_from_response(400, {}, json.dumps(openai(message)).encode())
+    assert time.thread_time() - begun < 1
+    assert len(error.message) < 3_000
 
 
 def test_error_body_that_is_not_utf8() -> None:

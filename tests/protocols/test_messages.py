@@ -25,7 +25,7 @@ from dragoman.core.request import (
 from dragoman.protocols.messages import server as messages
 from dragoman.protocols.messages.blocks import sign
 from tests.protocols import wire
-from tests.protocols.wire import HI, asked
+from tests.protocols.wire import HI, asked, invalid
 
 decode = partial(wire.decode, "messages")
 rejected_param = partial(wire.rejected_param, "messages")
@@ -108,7 +108,7 @@ def test_billing_header_is_removed(system: list[str], text: str | None) -> None:
 
 
 def test_sampling_and_stops() -> None:
-    values = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 7}
+    values: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 7}
     request = decode(**values, stop_sequences=["x", "yz"], stream=True)
     assert request.sampling == Sampling(**values)
     assert request.stop == ("x", "yz")
@@ -205,10 +205,10 @@ def test_malformed_cache_control_is_rejected(control: Any, where: str) -> None:
 
 
 def test_fields_without_effect() -> None:
-    nothing = {"container": None, "thread": None, "mcp_servers": [], "output_config": {}, "betas": ["a"]}
+    nothing: dict[str, Any] = {"container": None, "thread": None, "mcp_servers": [], "output_config": {}}
     usual = {"service_tier": "auto", "speed": "standard", "metadata": {"user_id": "u"}, "cache_control": EPHEMERAL}
     keep_thinking = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-    assert asked(decode(**nothing, **usual, context_management=keep_thinking)) == []
+    assert asked(decode(**nothing, **usual, betas=["a"], context_management=keep_thinking)) == []
 
 
 def test_unsupported_fields_are_reported() -> None:
@@ -258,8 +258,7 @@ def block(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"messages": []}, "messages"),
-        ({"messages": None}, "messages"),
+        *invalid("messages", "messages", [], None),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [HI, {"role": "user"}]}, "messages[1].content"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
@@ -282,7 +281,7 @@ def block(**fields: Any) -> dict[str, Any]:
         ({"messages": [turn("assistant", USE | {"input": []})]}, "messages[0].content[0].input"),
         ({"system": [{"type": "image", "source": {"type": "url", "url": "x"}}]}, "system[0].type"),
         ({"system": 7}, "system"),
-        *(({"max_tokens": value}, "max_tokens") for value in (-1, 1.5, True, 10**10)),
+        *invalid("max_tokens", "max_tokens", -1, 1.5, True, 10**10),
         ({"temperature": 2.1}, "temperature"),
         ({"top_p": -0.1}, "top_p"),
         ({"top_k": "5"}, "top_k"),

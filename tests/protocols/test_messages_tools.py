@@ -7,7 +7,7 @@ import pytest
 
 from dragoman.core.request import Tool, ToolChoice
 from tests.protocols import wire
-from tests.protocols.wire import asked
+from tests.protocols.wire import asked, invalid
 
 decode = partial(wire.decode, "messages")
 rejected_param = partial(wire.rejected_param, "messages")
@@ -111,8 +111,7 @@ def test_server_tool_cannot_be_required(choice: dict[str, Any]) -> None:
         ({"tools": {}}, "tools"),
         ({"tools": ["x"]}, "tools[0]"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
-        ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
-        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+        *invalid("tools", "tools[0].name", [{"input_schema": {}}], [{"name": "a b", "input_schema": {}}]),
         ({"tools": [{"name": "f", "input_schema": []}]}, "tools[0].input_schema"),
         ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools[0].input_schema.type"),
         ({"tools": [{"type": "bash_20250124"}]}, "tools[0].name"),

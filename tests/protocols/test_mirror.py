@@ -176,10 +176,7 @@ def test_request_option(protocol: str, fields: dict[str, Any]) -> None:
     check_request(protocol, request, expected)
 
 
-CONSTRAINTS: list[Constraint] = [JsonObject(), Regex("a+"), Grammar("start: 'a'"), OneOf(("a", "b"))]
-
-
-@pytest.mark.parametrize("constraint", CONSTRAINTS)
+@pytest.mark.parametrize("constraint", [JsonObject(), Regex("a+"), Grammar("start: 'a'"), OneOf(("a", "b"))])
 def test_constraints_of_chat(constraint: Constraint) -> None:
     request = msgspec.structs.replace(REQUEST, id="", constraint=constraint)
     check_request("chat", request)

@@ -9,7 +9,7 @@ import pytest
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import Constraint, Grammar, JsonObject, JsonSchema, OneOf, Regex
 from tests.protocols import wire
-from tests.protocols.wire import features, rejected_param
+from tests.protocols.wire import features, invalid, rejected_param
 
 decode = partial(wire.decode, "chat")
 
@@ -107,9 +107,7 @@ DEEP: dict[str, Any] = {"guided_json": '{"a":' * 70 + "1" + "}" * 70}
         (output("poem"), "response_format.type"),
         ({"response_format": "json"}, "response_format"),
         ({"json_schema": True}, "json_schema"),
-        ({"guided_json": "true"}, "guided_json"),
-        ({"guided_json": "{"}, "guided_json"),
-        ({"guided_json": '{"a": 1, "a": 2}'}, "guided_json"),
+        *invalid("guided_json", "guided_json", "true", "{", '{"a": 1, "a": 2}'),
         (DEEP, "guided_json"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": [1]}, "guided_choice[0]"),

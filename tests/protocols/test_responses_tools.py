@@ -11,7 +11,7 @@ from dragoman.core.request import Tool, ToolCall, ToolChoice
 from dragoman.protocols.responses.calls import SCHEMAS, ClientTool, encode_call
 from dragoman.protocols.responses.server import decode, parse
 from tests.protocols import wire
-from tests.protocols.wire import asked, decode_response, rejected_param
+from tests.protocols.wire import asked, decode_response, invalid, rejected_param
 
 request = partial(wire.decode, "responses")
 HELLO = {"role": "user", "content": "hello"}
@@ -163,8 +163,7 @@ def test_features_of_choices() -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{}]}, "tools[0].type"),
-    ({"tools": [{"type": "function"}]}, "tools[0].name"),
-    ({"tools": [{**FUNCTION, "name": "a b"}]}, "tools[0].name"),
+    *invalid("tools", "tools[0].name", [{"type": "function"}], [{**FUNCTION, "name": "a b"}]),
     ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name"),
     ({"tools": [{**SPACE, "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].name"),
     ({"tools": [{**FUNCTION, "parameters": []}]}, "tools[0].parameters"),
@@ -178,8 +177,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": MANY, "input": [{"type": "additional_tools", "tools": [FUNCTION]}, HELLO]}, "input"),
     ({"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "tools": [FUNCTION] * 1025}}, "tool_choice.tools"),
     ({"tools": [FUNCTION], "tool_choice": {"type": "function"}}, "tool_choice.name"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": "maybe"}, "tool_choice"),
+    *invalid("tool_choice", "tool_choice", "required", "maybe"),
     ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
     ({"tool_choice": {"type": "allowed_tools", "tools": [FUNCTION]}}, "tool_choice.tools[0]"),
 ]

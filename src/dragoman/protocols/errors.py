@@ -73,7 +73,7 @@ ERROR_RULES = (
         r"context (size|length|window) (has been )?exceeded",  # llama.cpp, LM Studio
         r"greater than the context length|context length of only",  # LM Studio
         r"maximum prompt length is \d",  # xAI
-        r"input token count.*exceeds the maximum",  # Gemini
+        r"input token count.{0,200}exceeds the maximum",  # Gemini
         r"`?inputs`? tokens \+ `?max_new_tokens`? must be <=",  # TGI
         r"must be less than max_seq_len",
         r"input is too long for requested model",  # Bedrock
@@ -149,12 +149,13 @@ IN_ANY_STATUS = (
     errors.QueueFull,
 )
 """Recognised by message whatever the status: Ollama answers most errors with 500, Groq a long prompt with 429."""
+# A pattern that starts with digits may match only at the first digit of a number: else the search is quadratic.
 TOKEN_PATTERNS = (
-    r"(\d+) tokens? > \d+ maximum",
+    r"(?<!\d)(\d+) tokens? > \d+ maximum",
     r"exceed context limit: (\d+) \+",
     r"request \((\d+) tokens\)",
     r"input \((\d+) tokens\) is longer",
-    r"(\d+) in the (?:messages|prompt)",
+    r"(?<!\d)(\d+) in the (?:messages|prompt)",
     r"\((\d+) in your prompt",
     r"resulted in (\d+) tokens",
     r"(?:has|contains(?: at least)?) (\d+)(?: input)? tokens",

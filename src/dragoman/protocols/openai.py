@@ -63,6 +63,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 LABELS = ("user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier")
+SAMPLING = tuple(name for name in Sampling.__struct_fields__ if name != "logit_bias")
+_sampling_values = operator.attrgetter(*SAMPLING)
 FEATURES = {name: Feature(name) for name in (*Sampling.__struct_fields__, "stop", "stop_token_ids", "ignore_eos")}
 FEATURES["n"] = Feature.CHOICES
 """The features that fields request if they have a value."""
@@ -74,7 +76,6 @@ NEUTRAL: dict[str, Any] = {
     "logit_bias": {},
 }
 """Values without effect, which every engine supports."""
-_sampling_values = operator.attrgetter(*(name for name in Sampling.__struct_fields__ if name != "logit_bias"))
 
 
 class ImageAddress(msgspec.Struct, frozen=True):
@@ -142,12 +143,12 @@ def decode_common(fields: SamplingFields) -> dict[str, Any]:
         value = getattr(fields, name, None)
         if value and not (name == "service_tier" and value in ("auto", "default")):
             labels[name] = value
-    sampling = Sampling(*_sampling_values(fields), logit_bias=_biases(fields.logit_bias) if fields.logit_bias else {})
-    if sampling.top_k == -1:
-        sampling = msgspec.structs.replace(sampling, top_k=0)  # Some clients send -1 for no limit.
+    sampling = dict(zip(SAMPLING, _sampling_values(fields), strict=True))
+    if sampling["top_k"] == -1:
+        sampling["top_k"] = 0  # Some clients send -1 for no limit.
     return {
         "model": fields.model or "",
-        "sampling": sampling,
+        "sampling": Sampling(**sampling, logit_bias=_biases(fields.logit_bias) if fields.logit_bias else {}),
         "labels": labels,
         "keep_seconds": RETENTION_SECONDS.get(getattr(fields, "prompt_cache_retention", None), 0.0),
         "stop": stops,

@@ -29,6 +29,7 @@ from dragoman.protocols.chat import server as chat
 from dragoman.protocols.messages import client as messages_client
 from dragoman.protocols.messages import server as messages
 from dragoman.protocols.responses import client as responses_client
+from dragoman.protocols.responses.encoder import ResponseEncoding
 
 
 class Encoder(Protocol):
@@ -87,16 +88,6 @@ def family(path: str, headers: Mapping[bytes, bytes]) -> Family:
     return ANTHROPIC if is_messages or b"anthropic-version" in headers else OPENAI
 
 
-class ReplyEncoding(Protocol):
-    """Encodes a reply as a stream or as a whole: a `ServerProtocol`, or an object made for one request."""
-
-    @property
-    def encoder(self) -> Callable[[GenerationRequest, int], Encoder]: ...
-
-    @property
-    def encode_reply(self) -> Callable[[GenerationRequest, int, Reply], dict[str, Any]]: ...
-
-
 @dataclass(frozen=True)
 class ServerProtocol:
     """The server side of a protocol.
@@ -113,6 +104,8 @@ class ServerProtocol:
     family: Family = OPENAI
 
 
+ReplyEncoding = ServerProtocol | ResponseEncoding
+"""Encodes a reply as a stream or as a whole."""
 PROTOCOLS = {
     "chat": ServerProtocol("chatcmpl-", chat.decode, chat.ChatEncoder, chat.encode_reply),
     "completions": ServerProtocol("cmpl-", completions.decode, completions.CompletionEncoder, completions.encode_reply),
