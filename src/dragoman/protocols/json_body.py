@@ -17,7 +17,7 @@ single character of the text. The garbage collector visits every array and objec
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -95,6 +95,7 @@ def _parse_strictly(body: bytes) -> Any:
     try:
         text = body.decode()
         parsed = _strict_decoder.decode(text)
+        has_surrogates = "\\u" in text and _SURROGATE.search(json.dumps(parsed, ensure_ascii=False)) is not None
     except UnicodeDecodeError:
         raise BadRequest(_NOT_UTF8) from None
     except RecursionError:
@@ -105,8 +106,8 @@ def _parse_strictly(body: bytes) -> Any:
     except ValueError as error:
         reason = "a number has too many digits" if "digits" in str(error) else str(error)
         raise BadRequest(f"the body is not valid JSON: {reason}") from None
-    if "\\u" in text:
-        _check_surrogates(parsed)
+    if has_surrogates:
+        raise BadRequest("the body contains an unpaired surrogate")
     return parsed
 
 
@@ -154,33 +155,18 @@ _fast_decoder = msgspec.json.Decoder(float_hook=_parse_number)
 
 def _count_keys(root: object) -> int:
     """Count the keys of all objects. Raises `BadRequest` if the value is nested too deeply."""
-    keys, level = 0, [root]
-    for _ in range(MAX_DEPTH):
-        below: list[object] = []
+    keys = 0
+    level: list[Any] = [[root]]
+    for _ in range(MAX_DEPTH + 1):
+        below: list[Any] = []
         for node in level:
             keys += len(node) if isinstance(node, dict) else 0
-            below += [child for child in _children(node) if isinstance(child, CONTAINERS)]
+            children = node.values() if isinstance(node, dict) else node
+            below += [child for child in children if isinstance(child, CONTAINERS)]
         if not below:
             return keys
         level = below
     raise BadRequest(_TOO_DEEP)
-
-
-def _children(node: object) -> Iterable[object]:
-    if isinstance(node, dict):
-        return node.values()
-    return node if isinstance(node, list) else ()
-
-
-def _check_surrogates(root: object) -> None:
-    pending = [root]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, str) and _SURROGATE.search(node):
-            raise BadRequest("the body contains an unpaired surrogate")
-        if isinstance(node, dict):
-            pending += node
-        pending += _children(node)
 
 
 def convert(parsed: Any, kind: type[T], path: str = "") -> T:

@@ -36,17 +36,14 @@ class NamedFunction(msgspec.Struct, frozen=True):
     name: str
 
 
-class NamedTool(msgspec.Struct, frozen=True):
-    function: NamedFunction | None = None
-    type: str = "function"
-
-
 class AllowedTools(msgspec.Struct, frozen=True):
-    tools: list[NamedTool]
+    tools: "list[ChatToolChoice]"
     mode: Literal["auto", "required"] = "auto"
 
 
 class ChatToolChoice(msgspec.Struct, frozen=True):
+    """A tool, or several if the type is `allowed_tools`."""
+
     type: str = "function"
     function: NamedFunction | None = None
     allowed_tools: AllowedTools | None = None
