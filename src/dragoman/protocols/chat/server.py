@@ -96,6 +96,7 @@ LEGACY_TOOLS = Asked(Feature.TOOLS, "functions")
 """Asked for by a request whose reply must report calls as `function_call`."""
 FEATURES = openai.FEATURES | {name: Feature(name) for name in ("logprobs", "documents", "store")}
 OTHER_FIELDS = tools.FIELDS | response_format.FIELDS | thinking.FIELDS
+"""Fields that other modules decode."""
 
 
 def decode(body: bytes) -> GenerationRequest:
@@ -111,24 +112,32 @@ def decode(body: bytes) -> GenerationRequest:
     messages = [_message(message, f"messages[{at}]", asked) for at, message in enumerate(fields.messages)]
     if fields.service_tier not in (None, "auto", "default"):
         asked.append(Asked(Feature.SERVICE_TIER, "service_tier"))
-    offered, choice = tools.decode(parsed, asked)
-    stream_options = fields.stream_options
-    options = parsed.get("chat_template_kwargs")
+    others = {} if parsed.keys().isdisjoint(OTHER_FIELDS) else _decode_others(parsed, asked)
+    options = fields.stream_options
     return GenerationRequest(
         **openai.decode_common(fields),
+        **others,
         messages=tuple(messages),
-        tools=offered,
-        tool_choice=choice,
-        constraint=response_format.decode(parsed, asked),
-        thinking=thinking.decode(parsed, asked),
         documents=tuple(fields.documents or ()),
-        template_options=_template_options(options, asked) if options else {},
         max_tokens=fields.max_completion_tokens or fields.max_tokens,
         logprobs=Logprobs(fields.top_logprobs or 0) if fields.logprobs else None,
         choices=fields.n or 1,
-        delivery=Delivery(stream=bool(fields.stream), usage=bool(stream_options and stream_options.include_usage)),
+        delivery=Delivery(stream=bool(fields.stream), usage=bool(options and options.include_usage)),
         asked=tuple(asked),
     )
+
+
+def _decode_others(parsed: dict[str, Any], asked: list[Asked]) -> dict[str, Any]:
+    """Decode `OTHER_FIELDS`, as arguments of a `GenerationRequest`."""
+    offered, choice = tools.decode(parsed, asked)
+    options = parsed.get("chat_template_kwargs")
+    return {
+        "tools": offered,
+        "tool_choice": choice,
+        "constraint": response_format.decode(parsed, asked),
+        "thinking": thinking.decode(parsed, asked),
+        "template_options": _template_options(options, asked) if options else {},
+    }
 
 
 def _message(field: ChatMessage, path: str, asked: list[Asked]) -> Message:

@@ -62,8 +62,6 @@ FIELDS = frozenset(ToolFields.__struct_fields__)
 
 def decode(parsed: dict[str, Any], asked: list[Asked]) -> tuple[tuple[Tool, ...], ToolChoice]:
     """Return the tools that the choice allows, and the choice."""
-    if parsed.keys().isdisjoint(FIELDS):
-        return (), ToolChoice()
     fields = json_body.convert(parsed, ToolFields)
     asked_before = len(asked)
     if fields.tools or fields.functions:
