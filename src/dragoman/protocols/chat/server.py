@@ -228,7 +228,10 @@ class ChatEncoder(openai.StreamEncoder):
         elif isinstance(event, TextDelta):
             delta, logprobs = self._text_delta(choice, event), _logprobs(event.logprobs)
         elif isinstance(event, ReasoningDelta):
-            delta = self._reasoning_delta(choice, event.text)
+            if not event.text:
+                return b""
+            self._interrupt(choice)
+            delta = {"reasoning_content": event.text, "reasoning": event.text}
         else:
             delta = self._call_delta(choice, event)
         if delta is None:
@@ -241,12 +244,6 @@ class ChatEncoder(openai.StreamEncoder):
         separator = BETWEEN_TEXTS if self._interrupted.get(choice) else ""
         self._interrupted[choice] = False
         return {"content": separator + event.text}
-
-    def _reasoning_delta(self, choice: int, text: str) -> dict[str, Any] | None:
-        if not text:
-            return None
-        self._interrupt(choice)
-        return {"reasoning_content": text, "reasoning": text}
 
     def _interrupt(self, choice: int) -> None:
         if choice in self._interrupted:
@@ -284,17 +281,16 @@ def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict
         "object": "chat.completion",
         "created": created,
         "model": request.model,
-        "choices": [_choice(choice, legacy) for choice in reply.choices],
+        "choices": [
+            {
+                "index": choice.index,
+                "message": _reply_message(choice, legacy),
+                "logprobs": _logprobs(choice.logprobs),
+                "finish_reason": _finish_reason(choice.reason, legacy),
+            }
+            for choice in reply.choices
+        ],
         "usage": openai.encode_usage(reply.usage),
-    }
-
-
-def _choice(choice: Choice, legacy: bool) -> dict[str, Any]:
-    return {
-        "index": choice.index,
-        "message": _reply_message(choice, legacy),
-        "logprobs": _logprobs(choice.logprobs),
-        "finish_reason": _finish_reason(choice.reason, legacy),
     }
 
 
