@@ -293,7 +293,7 @@ def test_item_limit_includes_stored_items() -> None:
 
 def test_item_references() -> None:
     asking = parse(json.dumps({"input": [{"type": "item_reference", "id": "fc_1"}, {"id": "msg_1"}, OUTPUT]}).encode())
-    assert asking.references == ("fc_1", "msg_1")
+    assert asking.references == ["fc_1", "msg_1"]
     earlier = {"type": "message", "role": "user", "content": "earlier"}
     decoded = decode(asking, [earlier], {"fc_1": CALL, "msg_1": HELLO})
     first, second = message("user", Text("earlier")), message("user", Text("hello"))

@@ -116,7 +116,7 @@ def decoding_seconds(name: str) -> float:
 
 
 def test_many_allowed_tools_are_matched_quickly() -> None:
-    assert min(decoding_seconds("f1023") for _ in range(2)) < 3 * max(decoding_seconds("f0") for _ in range(2))
+    assert min(decoding_seconds("f1023") for _ in range(3)) < 5 * max(decoding_seconds("f0") for _ in range(3))
 
 
 def test_function_with_the_name_of_a_builtin_tool() -> None:
