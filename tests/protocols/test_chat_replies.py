@@ -80,10 +80,13 @@ def test_interleaved_choices_and_usage() -> None:
 def test_logprobs_in_a_frame() -> None:
     request = msgspec.structs.replace(REQUEST, logprobs=Logprobs(1))
     entry = TokenLogprob(5, b"\xc3", -0.5, (TokenLogprob(6, b"x", -0.1),))
-    encoded = frames("chat", request, (0, [TextDelta("", logprobs=(entry,))]), (0, [Finished()]))
+    deltas: list[Event] = [TextDelta(text, logprobs=(entry,)) for text in ("", "é")]
+    encoded = frames("chat", request, (0, [*deltas, TextDelta(""), Finished()]))
     top = [{"token": "x", "logprob": -0.1, "bytes": [120]}]
     content = [{"token": "�", "logprob": -0.5, "bytes": [0xC3], "top_logprobs": top}]
-    assert encoded[0] == chunk({"content": ""}, logprobs={"content": content, "refusal": None})
+    logprobs = {"content": content, "refusal": None}
+    assert encoded[:2] == [chunk({"content": text}, logprobs=logprobs) for text in ("", "é")]
+    assert len(encoded) == 4
 
 
 def test_error_frame() -> None:
