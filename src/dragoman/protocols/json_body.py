@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dragoman.core.errors import MAX_VALUE, REQUIRED, BadRequest, parse_validation_error, quote, truncate
+from dragoman.core.errors import DECODE_ERRORS, MAX_VALUE, REQUIRED, BadRequest, parse_validation_error, quote, truncate
 
 MAX_DEPTH = 64
 LARGE_BODY = 256 * 1024
@@ -120,6 +120,17 @@ def parse_text(text: str, path: str) -> dict[str, Any]:
         return parse(encoded)
     except BadRequest as error:
         raise BadRequest(f"{path}: {error.message.replace('the body', 'the text', 1)}", param=path) from None
+
+
+def is_object(text: str) -> bool:
+    """Whether a text is a JSON object. Its values are not decoded."""
+    if not text.rstrip().endswith("}"):
+        return False
+    try:
+        msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except DECODE_ERRORS:
+        return False
+    return True
 
 
 _NOT_UTF8 = "the body is not valid UTF-8"

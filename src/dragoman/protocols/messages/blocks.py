@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dragoman.core.errors import DECODE_ERRORS, BadRequest, quote
+from dragoman.core.errors import BadRequest, quote
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked, Image, Part, Reasoning, Text, ToolCall, ToolResult
 from dragoman.protocols import json_body
@@ -143,11 +143,7 @@ def _encode_input(arguments: str) -> msgspec.Raw | dict[str, str]:
     """Return the JSON as the model wrote it, without decoding its values."""
     if not arguments.strip():
         return {}
-    try:
-        msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
-    except DECODE_ERRORS:
-        return {"INVALID_JSON": arguments}
-    return msgspec.Raw(arguments.encode())
+    return msgspec.Raw(arguments.encode()) if json_body.is_object(arguments) else {"INVALID_JSON": arguments}
 
 
 def decode(content: Content, path: str, asked: list[Asked], allowed: frozenset[str]) -> list[Part]:
