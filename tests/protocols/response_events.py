@@ -1,7 +1,8 @@
-"""A stream of a response as a strict client reads it: every event where it belongs, and the response they make."""
+"""Reads the stream of a response as a strict client does: checks the order of events and joins them to a response."""
 
-import json
 from typing import Any
+
+from tests.protocols import anthropic_stream
 
 PARTS = {"reasoning": "reasoning_text", "message": "output_text"}
 CALLS = {
@@ -11,18 +12,14 @@ CALLS = {
 
 
 def read(body: bytes) -> list[dict[str, Any]]:
-    """The payloads; each has its event's name and the next number. Comments are left out."""
-    text = body.decode()
-    assert text.endswith("\n\n")
-    blocks = [block.split("\n") for block in text.removesuffix("\n\n").split("\n\n") if not block.startswith(":")]
-    payloads: list[dict[str, Any]] = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
-    assert [name for name, _ in blocks] == [f"event: {payload['type']}" for payload in payloads]
+    """Return the payloads and check their event names and numbers. Comments are skipped."""
+    payloads = anthropic_stream.read(body)
     assert [payload["sequence_number"] for payload in payloads] == list(range(len(payloads)))
     return payloads
 
 
 def accumulated(payloads: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response of a stream that went well."""
+    """Join the payloads of a complete stream to a response."""
     created, in_progress, *inner, last = payloads
     assert (created["type"], in_progress["type"]) == ("response.created", "response.in_progress")
     assert created["response"] == in_progress["response"]
@@ -61,15 +58,15 @@ def _item(added: dict[str, Any], inner: list[dict[str, Any]], done: dict[str, An
 
 
 def _content(kind: str, inner: list[dict[str, Any]], content: list[dict[str, Any]]) -> None:
-    added, *told, ended = inner
+    added, *deltas, ended = inner
     assert (added["type"], ended["type"]) == ("response.content_part.added", "response.content_part.done")
     assert added["part"]["text"] == ""
     assert content == [ended["part"]]
     assert content[0]["type"] == kind
-    assert _joined(f"response.{kind}", told, "text") == content[0]["text"]
+    assert _joined(f"response.{kind}", deltas, "text") == content[0]["text"]
     if kind == "output_text":
-        logprobs = [entry for delta in told[:-1] for entry in delta["logprobs"]]
-        assert logprobs == told[-1]["logprobs"] == content[0]["logprobs"]
+        logprobs = [entry for delta in deltas[:-1] for entry in delta["logprobs"]]
+        assert logprobs == deltas[-1]["logprobs"] == content[0]["logprobs"]
 
 
 def _joined(event: str, inner: list[dict[str, Any]], field: str) -> str:

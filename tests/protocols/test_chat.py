@@ -5,23 +5,9 @@ from typing import Any
 
 import pytest
 
-from dragoman.core.request import (
-    Delivery,
-    Image,
-    JsonSchema,
-    Logprobs,
-    Message,
-    Part,
-    Reasoning,
-    Text,
-    Thinking,
-    Tool,
-    ToolCall,
-    ToolChoice,
-    ToolResult,
-)
+from dragoman.core.request import Delivery, Image, Logprobs, Message, Part, Reasoning, Text, ToolCall, ToolResult
 from tests.protocols import wire
-from tests.protocols.wire import features, rejected_param
+from tests.protocols.wire import features, invalid, rejected_param
 
 decode = partial(wire.decode, "chat")
 
@@ -81,80 +67,44 @@ def test_null_and_neutral_values_request_no_features() -> None:
 
 
 def test_requested_features_have_their_path() -> None:
-    schema = {"type": "object"}
-    request = decode(
-        messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}],
-        tools=[{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}],
-        tool_choice={"type": "function", "function": {"name": "f"}},
-        parallel_tool_calls=False,
-        response_format={"type": "json_schema", "json_schema": {"name": "r", "schema": schema, "strict": True}},
-        reasoning_effort="low",
-        store=True,
-        unknown_field=1,
-    )
-    assert request.messages[0].parts == (Image(url="data:x"),)
-    assert request.tools == (Tool("f", "", schema, strict=True, path="tools[0].function.parameters"),)
-    assert request.tool_choice == ToolChoice("named", "f", parallel=False)
-    assert request.constraint == JsonSchema(schema, "r", strict=True, path="response_format.json_schema.schema")
-    assert request.thinking == Thinking(effort="low")
-    assert features(request) == {
-        ("images", "messages[0].content[0]"),
-        ("tools", "tools"),
-        ("strict_tools", "tools[0].function.strict"),
-        ("constraint", "tool_choice"),
-        ("constraint", "response_format"),
-        ("thinking", "reasoning_effort"),
-        ("store", "store"),
-        ("unknown", "unknown_field"),
-    }
+    image, document = {"type": "image_url", "image_url": {"url": "data:x"}}, {"title": "A", "text": "b"}
+    messages = [{"role": "user", "content": [image]}]
+    request = decode(messages=messages, documents=[document], store=True, service_tier="flex", unknown_field=1)
+    assert (request.messages[0].parts, request.documents) == ((Image(url="data:x"),), (document,))
+    names = ("documents", "store", "service_tier")
+    expected = {(name, name) for name in names} | {("images", "messages[0].content[0]"), ("unknown", "unknown_field")}
+    assert features(request) == expected
 
 
 TEXT = {"type": "text", "text": "a"}
 CALL: dict[str, Any] = {"function": {}}
 INVALID = [
-    ({"messages": []}, "messages"),
-    ({"messages": "hi"}, "messages"),
+    *invalid("messages", "messages", [], "hi"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": "x"}, {"role": "bob", "content": "x"}]}, "messages[1].role"),
     ({"messages": [{"role": "user", "content": [TEXT, {"type": "zip"}]}]}, "messages[0].content[1].type"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages[0].tool_calls[0].function.name"),
-    ({"n": 0}, "n"),
-    ({"n": 1.5}, "n"),
-    ({"n": True}, "n"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": -1}, "max_tokens"),
-    ({"temperature": -0.1}, "temperature"),
-    ({"temperature": "hot"}, "temperature"),
+    *invalid("n", "n", 0, 1.5, True),
+    *invalid("max_tokens", "max_tokens", 0, -1),
+    *invalid("temperature", "temperature", -0.1, "hot"),
     ({"top_p": 1.1}, "top_p"),
     ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"stop": ""}, "stop"),
-    ({"stop": ["a", ""]}, "stop"),
-    ({"stop": "x" * 2000}, "stop"),
+    *invalid("stop", "stop", "", ["a", ""], "x" * 2000),
     ({"stop": [1]}, "stop[0]"),
-    ({"logit_bias": {"a": 1}}, "logit_bias"),
-    ({"logit_bias": {"-1": 1}}, "logit_bias"),
-    ({"logit_bias": {str(at): 1 for at in range(10_000)}}, "logit_bias"),
+    *invalid("logit_bias", "logit_bias", {"a": 1}, {"-1": 1}, dict.fromkeys(map(str, range(10_000)), 1)),
     ({"logit_bias": {"1": 101}}, "logit_bias[...]"),
     ({"seed": 2**70}, "seed"),
     ({"prompt_cache_retention": "forever"}, "prompt_cache_retention"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"type": "function"}]}]}, "messages[0].tool_calls[0].function"),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    ({"response_format": {"type": "xml"}}, "response_format.type"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fields", "param"), INVALID)
 def test_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
     assert rejected_param("chat", **fields) == param
-
-
-def test_documents() -> None:
-    request = decode(documents=[{"title": "A", "text": "b"}])
-    assert request.documents == ({"title": "A", "text": "b"},)
-    assert features(request) == {("documents", "documents")}
 
 
 @pytest.mark.parametrize(("retention", "seconds"), [(None, 0), ("in_memory", 0), ("in-memory", 0), ("24h", 24 * 3600)])

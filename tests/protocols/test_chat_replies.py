@@ -25,6 +25,7 @@ REQUEST = GenerationRequest(id="chatcmpl-1", model="m")
 LEGACY = GenerationRequest(
     id="chatcmpl-1", model="m", asked=(Asked(Feature.CHAT, "messages"), Asked(Feature.TOOLS, "functions"))
 )
+MESSAGE = {"role": "assistant", "refusal": None}
 HEADER = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 0, "model": "m"}
 
 
@@ -79,23 +80,19 @@ def test_interleaved_choices_and_usage() -> None:
 def test_logprobs_in_a_frame() -> None:
     request = msgspec.structs.replace(REQUEST, logprobs=Logprobs(1))
     entry = TokenLogprob(5, b"\xc3", -0.5, (TokenLogprob(6, b"x", -0.1),))
-    encoded = frames("chat", request, (0, [TextDelta("", logprobs=(entry,))]), (0, [Finished()]))
-    content = [
-        {
-            "token": "�",
-            "logprob": -0.5,
-            "bytes": [0xC3],
-            "top_logprobs": [{"token": "x", "logprob": -0.1, "bytes": [120]}],
-        }
-    ]
-    assert encoded[0] == chunk({"content": ""}, logprobs={"content": content, "refusal": None})
+    deltas: list[Event] = [TextDelta(text, logprobs=(entry,)) for text in ("", "é")]
+    encoded = frames("chat", request, (0, [*deltas, TextDelta(""), Finished()]))
+    top = [{"token": "x", "logprob": -0.1, "bytes": [120]}]
+    content = [{"token": "�", "logprob": -0.5, "bytes": [0xC3], "top_logprobs": top}]
+    logprobs = {"content": content, "refusal": None}
+    assert encoded[:2] == [chunk({"content": text}, logprobs=logprobs) for text in ("", "é")]
+    assert len(encoded) == 4
 
 
 def test_error_frame() -> None:
     error = {"message": "gone", "type": "inference_error", "param": None, "code": "engine_died"}
-    assert (
-        encoder("chat", REQUEST).fail(EngineDied("gone")) == b"data: " + msgspec.json.encode({"error": error}) + b"\n\n"
-    )
+    frame = b"data: " + msgspec.json.encode({"error": error}) + b"\n\n"
+    assert encoder("chat", REQUEST).fail(EngineDied("gone")) == frame
 
 
 def test_call_frames_have_id_and_name_first_then_only_arguments() -> None:
@@ -151,35 +148,23 @@ def test_legacy_function_call() -> None:
     ]
     choice = whole(LEGACY, [*events, Finished("tool_calls")])
     assert choice["finish_reason"] == "function_call"
-    assert choice["message"] == {
-        "role": "assistant",
-        "content": "hm",
-        "refusal": None,
-        "function_call": {"name": "f", "arguments": "{}"},
-    }
+    assert choice["message"] == MESSAGE | {"content": "hm", "function_call": {"name": "f", "arguments": "{}"}}
 
 
 def test_reply_message_omits_absent_fields() -> None:
-    text = whole(REQUEST, [Started(), TextDelta("a"), Finished()])
-    assert text["message"] == {"role": "assistant", "content": "a", "refusal": None}
-    empty = whole(REQUEST, [Started(), Finished()])
-    assert empty["message"] == {"role": "assistant", "content": "", "refusal": None}
+    assert whole(REQUEST, [Started(), TextDelta("a"), Finished()])["message"] == MESSAGE | {"content": "a"}
+    assert whole(REQUEST, [Started(), Finished()])["message"] == MESSAGE | {"content": ""}
     only_call = whole(REQUEST, [Started(), ToolCallStart("c", "f"), ToolCallDelta("{}"), Finished("tool_calls")])
     assert only_call["finish_reason"] == "tool_calls"
-    assert only_call["message"] == {
-        "role": "assistant",
-        "content": None,
-        "refusal": None,
-        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
-    }
+    encoded = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assert only_call["message"] == MESSAGE | {"content": None, "tool_calls": [encoded]}
 
 
 def test_texts_around_a_call_are_separated() -> None:
     events: list[Event] = [Started(3), ReasoningDelta("hm"), TextDelta("a"), ToolCallStart("c1", "f")]
     events += [ToolCallDelta("{}"), TextDelta("b"), Finished("tool_calls")]
     encoded = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    message = {"role": "assistant", "content": "a\n\nb", "refusal": None, "tool_calls": [encoded]}
-    message |= {"reasoning_content": "hm", "reasoning": "hm"}
+    message = MESSAGE | {"content": "a\n\nb", "tool_calls": [encoded], "reasoning_content": "hm", "reasoning": "hm"}
     assert whole(REQUEST, events) == {"index": 0, "message": message, "logprobs": None, "finish_reason": "tool_calls"}
     deltas = [frame["choices"][0]["delta"] for frame in frames("chat", REQUEST, (0, events))[:-1]]
     assert "".join(delta.get("content", "") for delta in deltas) == "a\n\nb"

@@ -7,21 +7,18 @@ import pytest
 
 from dragoman.core.request import Tool, ToolChoice
 from tests.protocols import wire
-from tests.protocols.wire import features, rejected_param
+from tests.protocols.wire import features, invalid, rejected_param
 
 decode = partial(wire.decode, "chat")
 
 
 def tool(name: str, **fields: Any) -> dict[str, Any]:
+    """Return a tool, or the choice of one."""
     return {"type": "function", "function": {"name": name, **fields}}
 
 
-def named(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name}}
-
-
 def allowed(mode: str, *names: str) -> dict[str, Any]:
-    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool(name) for name in names]}}
 
 
 AB = [tool("a"), tool("b")]
@@ -50,7 +47,7 @@ def test_tool_fields() -> None:
         ("auto", ToolChoice("auto"), set()),
         ("none", ToolChoice("none"), set()),
         ("required", ToolChoice("required"), {CONSTRAINT}),
-        (named("b"), ToolChoice("named", "b"), {CONSTRAINT}),
+        (tool("b"), ToolChoice("named", "b"), {CONSTRAINT}),
         ({"function": {"name": "b"}}, ToolChoice("named", "b"), {CONSTRAINT}),
         (None, ToolChoice("auto"), set()),
     ],
@@ -83,25 +80,23 @@ def test_other_tool_types_are_reported() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [tool("")]}, "tools[0].function.name"),
-        ({"tools": [tool("a"), tool("b c")]}, "tools[1].function.name"),
-        ({"tools": [tool("a\n")]}, "tools[0].function.name"),
-        ({"tools": [tool("x" * 129)]}, "tools[0].function.name"),
-        ({"tools": [tool("ä")]}, "tools[0].function.name"),
+        *(
+            ({"tools": [tool("a"), tool(name)]}, "tools[1].function.name")
+            for name in ("", "b c", "a\n", "x" * 129, "ä")
+        ),
         ({"tools": [*AB, tool("a")]}, "tools[2].function.name"),
         ({"tools": [tool("a", parameters=True)]}, "tools[0].function.parameters"),
         ({"tools": [tool("a", parameters={"type": "array"})]}, "tools[0].function.parameters.type"),
         ({"tools": [tool("a", parameters={"type": ["string", "null"]})]}, "tools[0].function.parameters.type"),
         ({"tools": [tool("a"), tool("b", parameters={"type": {}})]}, "tools[1].function.parameters.type"),
         ({"functions": [{"name": "a", "parameters": {"type": "string"}}]}, "functions[0].parameters.type"),
-        ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"tools": [{"type": "function", "name": "flat"}]}, "tools[0].function"),
+        *invalid("tools", "tools[0].function", [{"type": "function"}], [{"type": "function", "name": "flat"}]),
         ({"tools": [{"function": {"name": "a"}}]}, "tools[0].type"),
         ({"tools": {}}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
-        ({"tool_choice": named("a")}, "tool_choice"),
-        ({"tool_choice": named("c"), "tools": AB}, "tool_choice"),
+        ({"tool_choice": tool("a")}, "tool_choice"),
+        ({"tool_choice": tool("c"), "tools": AB}, "tool_choice"),
         ({"tool_choice": {"type": "function"}, "tools": AB}, "tool_choice.function"),
         ({"tool_choice": "perhaps", "tools": AB}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}, "tools": AB}, "tool_choice.allowed_tools"),
@@ -118,7 +113,7 @@ def test_other_tool_types_are_reported() -> None:
         ({"functions": [{"name": "a"}], "function_call": {"name": "b"}}, "function_call"),
     ],
 )
-def test_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
+def test_invalid_field_is_tool(fields: dict[str, Any], param: str) -> None:
     assert rejected_param("chat", **fields) == param
 
 

@@ -11,21 +11,15 @@ from dragoman.core.events import Event, Finished, Started, TextDelta, TokenLogpr
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked, Delivery, GenerationRequest, Logprobs, OneOf
 from tests.protocols import wire
-from tests.protocols.wire import collected, encode_reply, frames, rejected_param
+from tests.protocols.wire import collected, encode_reply, frames, invalid, rejected_param
 
 decode = partial(wire.decode, "completions")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "prompts"),
-    [
-        ("hi", ("hi",)),
-        ("", ("",)),
-        (["a", "b"], ("a", "b")),
-        ([1, 2, 3], ((1, 2, 3),)),
-        ([[1, 2], [3]], ((1, 2), (3,))),
-    ],
-)
+PROMPTS = [("hi", ("hi",)), ("", ("",)), (["a", "b"], ("a", "b")), ([1, 2], ((1, 2),)), ([[1, 2], [3]], ((1, 2), (3,)))]
+
+
+@pytest.mark.parametrize(("prompt", "prompts"), PROMPTS)
 def test_prompt_types(prompt: Any, prompts: tuple[Any, ...]) -> None:
     request = decode(prompt=prompt)
     assert request.prompts == prompts
@@ -33,18 +27,11 @@ def test_prompt_types(prompt: Any, prompts: tuple[Any, ...]) -> None:
     assert has_tokens == any(isinstance(entry, tuple) for entry in prompts)
 
 
-INVALID = [
-    ({"prompt": []}, "prompt"),
-    ({"prompt": [[]]}, "prompt[0]"),
-    ({"prompt": [1, "a"]}, "prompt[1]"),
-    ({"prompt": ["a", 1]}, "prompt[1]"),
-    ({"prompt": [-1]}, "prompt[0]"),
-    ({"prompt": [1.5]}, "prompt[0]"),
+INVALID: list[tuple[dict[str, Any], str]] = [
+    *invalid("prompt", "prompt", [], None, {"a": 1}, ["x"] * 2000),
+    *invalid("prompt", "prompt[0]", [[]], [-1], [1.5], [True]),
+    *invalid("prompt", "prompt[1]", [1, "a"], ["a", 1]),
     ({"prompt": [[1], [2, "a"]]}, "prompt[1][1]"),
-    ({"prompt": [True]}, "prompt[0]"),
-    ({"prompt": None}, "prompt"),
-    ({"prompt": {"a": 1}}, "prompt"),
-    ({"prompt": ["x"] * 2000}, "prompt"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"logprobs": 21}, "logprobs"),
     ({"best_of": 1, "n": 2}, "best_of"),
@@ -79,11 +66,9 @@ WORLD = TokenLogprob(2, b" world", -0.5, (TokenLogprob(2, b" world", -0.5), Toke
 
 
 def test_stream_frames() -> None:
-    encoded = frames(
-        "completions", REQUEST, (0, [Started(1), TextDelta(" world"), Finished("length", usage=Usage(1, 1))])
-    )
-    assert [entry["choices"][0]["text"] for entry in encoded[:-1]] == [" world", ""]
-    assert [entry["choices"][0]["finish_reason"] for entry in encoded[:-1]] == [None, "length"]
+    encoded = frames("completions", REQUEST, (0, [Started(1), TextDelta(" world"), Finished("length")]))
+    choices = [entry["choices"][0] for entry in encoded[:-1]]
+    assert [(choice["text"], choice["finish_reason"]) for choice in choices] == [(" world", None), ("", "length")]
     assert encoded[0]["object"] == "text_completion"
     assert encoded[-1] == "[DONE]"
 
@@ -93,13 +78,8 @@ def test_echo_with_logprobs_and_token_ids() -> None:
     request = msgspec.structs.replace(REQUEST, echo=True, logprobs=Logprobs(2, prompt=True), delivery=delivery)
     events: list[Event] = [STARTED, TextDelta(" world", tokens=(2,), logprobs=(WORLD,)), Finished(usage=Usage(1, 1))]
     prompt, text, end, usage, _ = frames("completions", request, (0, events))
-    assert prompt["choices"][0]["text"] == "Hello"
-    assert prompt["choices"][0]["logprobs"] == {
-        "tokens": ["Hello"],
-        "token_logprobs": [None],
-        "top_logprobs": [None],
-        "text_offset": [0],
-    }
+    logprobs = {"tokens": ["Hello"], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+    assert (prompt["choices"][0]["text"], prompt["choices"][0]["logprobs"]) == ("Hello", logprobs)
     assert text["choices"][0]["ids"] == [2]
     assert text["choices"][0]["logprobs"] == {
         "tokens": [" world"],

@@ -1,5 +1,6 @@
 """Frame templates produce the same events as full parsing."""
 
+import itertools
 import json
 from typing import Any
 
@@ -50,12 +51,10 @@ def test_events_do_not_depend_on_chunks(protocol: str, texts: list[str], togethe
     frames_sent = [(chunk if protocol == "chat" else block)(text) for text in texts] + [end(protocol)]
     data = b"".join(frames_sent)
     fully_parsed = replay(protocol, [bytes([byte]) for byte in data])
+    left, sizes = iter(frames_sent), itertools.cycle(together)
     groups: list[bytes] = []
-    at = 0
-    while at < len(frames_sent):
-        count = together[len(groups) % len(together)]
-        groups.append(b"".join(frames_sent[at : at + count]))
-        at += count
+    while group := b"".join(itertools.islice(left, next(sizes))):
+        groups.append(group)
     assert replay(protocol, frames_sent) == fully_parsed
     assert joined(replay(protocol, groups)) == joined(fully_parsed)
     assert joined(replay(protocol, cut_bytes(data, cuts))) == joined(fully_parsed)

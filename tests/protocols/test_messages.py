@@ -25,7 +25,7 @@ from dragoman.core.request import (
 from dragoman.protocols.messages import server as messages
 from dragoman.protocols.messages.blocks import sign
 from tests.protocols import wire
-from tests.protocols.wire import HI, asked
+from tests.protocols.wire import HI, asked, invalid
 
 decode = partial(wire.decode, "messages")
 rejected_param = partial(wire.rejected_param, "messages")
@@ -108,14 +108,20 @@ def test_billing_header_is_removed(system: list[str], text: str | None) -> None:
 
 
 def test_sampling_and_stops() -> None:
-    request = decode(temperature=0.5, top_p=0.9, top_k=5, seed=7, stop_sequences=["x", "yz"], stream=True)
-    assert request.sampling == Sampling(temperature=0.5, top_p=0.9, top_k=5, seed=7)
+    values: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 7}
+    request = decode(**values, stop_sequences=["x", "yz"], stream=True)
+    assert request.sampling == Sampling(**values)
     assert request.stop == ("x", "yz")
     assert request.delivery == Delivery(stream=True, usage=True)
-    assert asked(request) == [(name, name) for name in ("temperature", "top_p", "top_k", "seed")] + [
-        ("stop", "stop_sequences")
-    ]
+    assert asked(request) == [*((name, name) for name in values), ("stop", "stop_sequences")]
     assert asked(decode(top_p=1, temperature=None, stop_sequences=[])) == []
+
+
+EFFORT = "output_config.effort"
+
+
+def effort(value: str) -> dict[str, Any]:
+    return {"output_config": {"effort": value}}
 
 
 @pytest.mark.parametrize(
@@ -125,22 +131,14 @@ def test_sampling_and_stops() -> None:
         ({"thinking": {"type": "adaptive"}}, Thinking(), []),
         ({"thinking": {"type": "disabled"}}, Thinking(enabled=False), ["thinking.type"]),
         (
-            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-            Thinking(enabled=True, budget_tokens=1024),
+            {"thinking": {"type": "enabled", "budget_tokens": 9}},
+            Thinking(enabled=True, budget_tokens=9),
             ["thinking.budget_tokens", "thinking.type"],
         ),
-        ({"output_config": {"effort": "low"}}, Thinking(effort="low"), ["output_config.effort"]),
-        ({"output_config": {"effort": "max"}}, Thinking(effort="high"), ["output_config.effort"]),
-        (
-            {"thinking": {"type": "adaptive"}, "output_config": {"effort": "xhigh"}},
-            Thinking(effort="high"),
-            ["output_config.effort"],
-        ),
-        (
-            {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}},
-            Thinking(enabled=False),
-            ["output_config.effort", "thinking.type"],
-        ),
+        (effort("low"), Thinking(effort="low"), [EFFORT]),
+        (effort("max"), Thinking(effort="high"), [EFFORT]),
+        ({"thinking": {"type": "adaptive"}, **effort("xhigh")}, Thinking(effort="high"), [EFFORT]),
+        ({"thinking": {"type": "disabled"}, **effort("high")}, Thinking(enabled=False), [EFFORT, "thinking.type"]),
     ],
 )
 def test_thinking(fields: dict[str, Any], thinking: Thinking, params: list[str]) -> None:
@@ -154,12 +152,8 @@ FORMAT = {"type": "json_schema", "schema": SCHEMA}
 
 
 def test_output_format() -> None:
-    cases: dict[str, dict[str, Any]] = {
-        "output_config.format": {"output_config": {"format": FORMAT}},
-        "output_format": {"output_format": FORMAT},
-    }
-    for path, fields in cases.items():
-        request = decode(**fields)
+    for path in ("output_config.format", "output_format"):
+        request = decode(output_format=FORMAT) if path == "output_format" else decode(output_config={"format": FORMAT})
         assert request.constraint == JsonSchema(SCHEMA, path=f"{path}.schema")
         assert asked(request) == [("constraint", path)]
     assert rejected_param(output_config={"format": FORMAT}, output_format=FORMAT) == "output_format"
@@ -179,13 +173,7 @@ HOUR = {"type": "ephemeral", "ttl": "1h"}
         ({"system": [text("x", cache_control=EPHEMERAL)]}, 300),
         ({"tools": [{"name": "t", "input_schema": {"type": "object"}, "cache_control": HOUR}]}, 3600),
         ({"messages": [turn("user", text("x", cache_control=HOUR))]}, 3600),
-        (
-            {
-                "system": [text("x", cache_control=HOUR)],
-                "messages": [HI, turn("user", text("x", cache_control=EPHEMERAL))],
-            },
-            3600,
-        ),
+        ({"cache_control": HOUR, "system": [text("x", cache_control=EPHEMERAL)]}, 3600),
     ],
 )
 def test_cache_control_seconds(fields: dict[str, Any], seconds: float) -> None:
@@ -217,19 +205,10 @@ def test_malformed_cache_control_is_rejected(control: Any, where: str) -> None:
 
 
 def test_fields_without_effect() -> None:
-    request = decode(
-        metadata={"user_id": "u"},
-        cache_control={"type": "ephemeral"},
-        betas=["a"],
-        service_tier="auto",
-        speed="standard",
-        mcp_servers=[],
-        container=None,
-        thread=None,
-        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        output_config={},
-    )
-    assert asked(request) == []
+    nothing: dict[str, Any] = {"container": None, "thread": None, "mcp_servers": [], "output_config": {}}
+    usual = {"service_tier": "auto", "speed": "standard", "metadata": {"user_id": "u"}, "cache_control": EPHEMERAL}
+    keep_thinking = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    assert asked(decode(**nothing, **usual, betas=["a"], context_management=keep_thinking)) == []
 
 
 def test_unsupported_fields_are_reported() -> None:
@@ -244,9 +223,8 @@ def test_unsupported_fields_are_reported() -> None:
     }
     assert asked(decode(**fields)) == [("unknown", name) for name in fields]
     assert asked(decode(output_config={"task_budget": {}})) == [("unknown", "output_config.task_budget")]
-    assert asked(decode(thinking={"type": "adaptive", "display": "omitted"})) == [
-        ("thinking_display", "thinking.display")
-    ]
+    hidden = decode(thinking={"type": "adaptive", "display": "omitted"})
+    assert asked(hidden) == [("thinking_display", "thinking.display")]
     assert asked(decode(thinking={"type": "between_tools"})) == [("between_tools", "thinking.type")]
 
 
@@ -270,6 +248,9 @@ def test_count_needs_no_max_tokens() -> None:
     assert raised.value.param == "max_tokens"
 
 
+USE = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+
+
 def block(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [fields]}]}
 
@@ -277,8 +258,7 @@ def block(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"messages": []}, "messages"),
-        ({"messages": None}, "messages"),
+        *invalid("messages", "messages", [], None),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [HI, {"role": "user"}]}, "messages[1].content"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
@@ -289,7 +269,7 @@ def block(**fields: Any) -> dict[str, Any]:
         (block(type="text"), "messages[0].content[0].text"),
         (block(type="text", text=1), "messages[0].content[0].text"),
         (block(type="thinking", thinking="x"), "messages[0].content[0].type"),
-        (block(type="tool_use", id="t", name="f", input={}), "messages[0].content[0].type"),
+        (block(**USE), "messages[0].content[0].type"),
         (block(type="tool_result", content="x"), "messages[0].content[0].tool_use_id"),
         ({"messages": [turn("user", result("t", [result("t", "")]))]}, "messages[0].content[0].content[0].type"),
         (block(type="image", source={"type": "base64", "data": "#"}), "messages[0].content[0].source.data"),
@@ -298,16 +278,10 @@ def block(**fields: Any) -> dict[str, Any]:
         (block(type="image", source={"type": "ftp"}), "messages[0].content[0].source.type"),
         (block(type="document", source={"type": "text"}), "messages[0].content[0].source.data"),
         ({"messages": [turn("assistant", result("t", ""))]}, "messages[0].content[0].type"),
-        (
-            {"messages": [turn("assistant", {"type": "tool_use", "id": "t", "name": "f", "input": []})]},
-            "messages[0].content[0].input",
-        ),
+        ({"messages": [turn("assistant", USE | {"input": []})]}, "messages[0].content[0].input"),
         ({"system": [{"type": "image", "source": {"type": "url", "url": "x"}}]}, "system[0].type"),
         ({"system": 7}, "system"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": 1.5}, "max_tokens"),
-        ({"max_tokens": True}, "max_tokens"),
-        ({"max_tokens": 10**10}, "max_tokens"),
+        *invalid("max_tokens", "max_tokens", -1, 1.5, True, 10**10),
         ({"temperature": 2.1}, "temperature"),
         ({"top_p": -0.1}, "top_p"),
         ({"top_k": "5"}, "top_k"),

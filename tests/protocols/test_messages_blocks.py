@@ -5,19 +5,17 @@ from typing import Any
 
 import pytest
 
-from dragoman.core.request import (
-    Image,
-    Message,
-    Reasoning,
-    Text,
-    ToolResult,
-)
+from dragoman.core.request import Image, Message, Reasoning, Text, ToolResult
 from dragoman.protocols.messages.blocks import sign
 from tests.protocols import wire
 from tests.protocols.wire import HI, asked
 
 decode = partial(wire.decode, "messages")
 rejected_param = partial(wire.rejected_param, "messages")
+
+
+def text(content: str) -> dict[str, Any]:
+    return {"type": "text", "text": content}
 
 
 def decode_blocks(role: str, *blocks: dict[str, Any]) -> tuple[Message, ...]:
@@ -34,12 +32,8 @@ def test_images() -> None:
         Message("tool", (ToolResult("t", (seen,)),)),
         Message("user", (seen, Image(url="https://example.com/cat.png"))),
     )
-    content = "messages[0].content"
-    assert asked(request) == [
-        ("images", f"{content}[0].content[0]"),
-        ("images", f"{content}[1]"),
-        ("images", f"{content}[2]"),
-    ]
+    paths = ("[0].content[0]", "[1]", "[2]")
+    assert asked(request) == [("images", f"messages[0].content{path}") for path in paths]
 
 
 def test_documents_become_text() -> None:
@@ -47,11 +41,8 @@ def test_documents_become_text() -> None:
         "user",
         {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Once."}, "title": "Tale"},
         {"type": "document", "source": {"type": "content", "content": "Twice."}, "context": "told again"},
-        {
-            "type": "document",
-            "source": {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        },
-        {"type": "search_result", "source": "https://x", "title": "X", "content": [{"type": "text", "text": "found"}]},
+        {"type": "document", "source": {"type": "content", "content": [text("a"), text("b")]}},
+        {"type": "search_result", "source": "https://x", "title": "X", "content": [text("found")]},
     )
     assert [part.text for part in message.parts if isinstance(part, Text)] == [
         "<document>\n<title>Tale</title>\nOnce.\n</document>",
@@ -64,10 +55,7 @@ def test_documents_become_text() -> None:
 @pytest.mark.parametrize(
     ("block", "param"),
     [
-        (
-            {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "aGk="}},
-            ".source",
-        ),
+        ({"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": ""}}, ".source"),
         ({"type": "document", "source": {"type": "url", "url": "https://x/y.pdf"}}, ".source"),
         ({"type": "document", "source": {"type": "file", "file_id": "f"}}, ".source"),
         ({"type": "image", "source": {"type": "file", "file_id": "f"}}, ".source"),
@@ -75,9 +63,8 @@ def test_documents_become_text() -> None:
     ],
 )
 def test_files_are_reported(block: dict[str, Any], param: str) -> None:
-    assert asked(decode(messages=[{"role": "user", "content": [block]}])) == [
-        ("files", f"messages[0].content[0]{param}")
-    ]
+    request = decode(messages=[{"role": "user", "content": [block]}])
+    assert asked(request) == [("files", f"messages[0].content[0]{param}")]
 
 
 def test_citations_are_reported() -> None:
@@ -112,7 +99,5 @@ def test_accepted_signatures(signature: str | None) -> None:
 @pytest.mark.parametrize("signature", [sign("other"), "dgm1.", "dgm1.AAAA"])
 def test_own_signature_must_match_the_thinking(signature: str) -> None:
     block = {"type": "thinking", "thinking": "hm", "signature": signature}
-    content = [{"type": "text", "text": "x"}, block]
-    assert (
-        rejected_param(messages=[HI, {"role": "assistant", "content": content}]) == "messages[1].content[1].signature"
-    )
+    turn = {"role": "assistant", "content": [text("x"), block]}
+    assert rejected_param(messages=[HI, turn]) == "messages[1].content[1].signature"

@@ -40,19 +40,15 @@ def whole(events: list[Event]) -> dict[str, Any]:
     return reply
 
 
-def usage(fresh: int, cached: int, output: int, thinking: int) -> dict[str, Any]:
-    return {
-        "input_tokens": fresh,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": output,
-        "output_tokens_details": {"thinking_tokens": thinking},
-    }
+def usage(output: int, thinking: int) -> dict[str, Any]:
+    counts = {"input_tokens": 4, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 3}
+    return counts | {"output_tokens": output, "output_tokens_details": {"thinking_tokens": thinking}}
 
 
-def in_message(counts: dict[str, Any]) -> dict[str, Any]:
-    created = {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0}
-    return counts | {"cache_creation": created, "service_tier": "standard"}
+IN_MESSAGE = {
+    "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+    "service_tier": "standard",
+}
 
 
 def block(index: int, kind: str, **fields: Any) -> dict[str, Any]:
@@ -94,7 +90,7 @@ MESSAGE: dict[str, Any] = {
     "stop_reason": "tool_use",
     "stop_sequence": None,
     "stop_details": None,
-    "usage": in_message(usage(4, 3, 9, 2)),
+    "usage": usage(9, 2) | IN_MESSAGE,
 }
 
 
@@ -102,7 +98,7 @@ def test_stream_frames() -> None:
     assert streamed(EVENTS) == [
         {
             "type": "message_start",
-            "message": MESSAGE | {"content": [], "stop_reason": None, "usage": in_message(usage(4, 3, 0, 0))},
+            "message": MESSAGE | {"content": [], "stop_reason": None, "usage": usage(0, 0) | IN_MESSAGE},
         },
         {"type": "ping"},
         block(0, "thinking", thinking="", signature=""),
@@ -124,7 +120,7 @@ def test_stream_frames() -> None:
         {
             "type": "message_delta",
             "delta": {"stop_reason": "tool_use", "stop_sequence": None, "stop_details": None},
-            "usage": usage(4, 3, 9, 2),
+            "usage": usage(9, 2),
         },
         {"type": "message_stop"},
     ]
@@ -197,17 +193,8 @@ def test_error_status_and_type(error: errors.DragomanError, status: int, kind: s
     assert ANTHROPIC.encode_error(error, "req_1") == expected
 
 
-def test_error_messages_that_agents_recognize() -> None:
-    def encode(error: errors.DragomanError) -> dict[str, Any]:
-        inner: dict[str, Any] = ANTHROPIC.encode_error(error, "r")["error"]
-        return inner
-
-    long = errors.ContextTooLong("it is", tokens=21, limit=20)
-    assert encode(long)["message"] == "prompt is too long: 21 tokens > 20 maximum"
-    full = errors.NoRoomForReply("it is", tokens=20, limit=19)
-    assert encode(full)["message"] == "prompt is too long: 20 tokens > 19 maximum (one of 20 is reserved for the reply)"
-    assert encode(errors.ContextTooLong("it is"))["message"] == "prompt is too long: it is"
-    assert encode(errors.ThreadUnsupported("no"))["details"] == {"error_code": "thread_unsupported_request"}
+LONG = "prompt is too long"
+"""Agents recognize these words."""
 
 
 @pytest.mark.parametrize(
@@ -216,11 +203,21 @@ def test_error_messages_that_agents_recognize() -> None:
         (errors.BadRequest("at most 32 are allowed", param="stop_sequences"), "stop_sequences: at most 32 are allowed"),
         (errors.BadRequest("system: no", param="system"), "system: no"),
         (errors.ModelNotFound("model 'x' is not served here", param="model"), "model 'x' is not served here"),
-        (errors.ContextTooLong("it is", param="messages"), "prompt is too long: it is"),
+        (errors.ContextTooLong("it is", param="messages"), f"{LONG}: it is"),
+        (errors.ContextTooLong("it is", tokens=21, limit=20), f"{LONG}: 21 tokens > 20 maximum"),
+        (
+            errors.NoRoomForReply("it is", tokens=20, limit=19),
+            f"{LONG}: 20 tokens > 19 maximum (one of 20 is reserved for the reply)",
+        ),
     ],
 )
-def test_error_message_starts_with_the_field(error: errors.DragomanError, message: str) -> None:
+def test_error_message(error: errors.DragomanError, message: str) -> None:
     assert ANTHROPIC.encode_error(error, "r")["error"]["message"] == message
+
+
+def test_error_details() -> None:
+    encoded = ANTHROPIC.encode_error(errors.ThreadUnsupported("no"), "r")["error"]
+    assert encoded["details"] == {"error_code": "thread_unsupported_request"}
 
 
 TEXT = st.text(alphabet='ab"\\\n,{}é😀\x00 ', max_size=4)
@@ -251,12 +248,8 @@ def test_joined_stream_equals_message(deltas: list[list[Event]], finished: Finis
 @pytest.mark.parametrize(("seconds", "short", "long"), [(300.0, 6, 0), (3600.0, 0, 6)])
 def test_cache_writes_are_counted_separately(seconds: float, short: int, long: int) -> None:
     request = msgspec.structs.replace(REQUEST, keep_seconds=seconds)
-    events: list[Event] = [
-        Started(9, cached_tokens=2, kept_tokens=6),
-        TextDelta("hi"),
-        Finished("stop", usage=Usage(9, 1, cached=2, kept=6)),
-    ]
-    counts = json.loads(encode_reply("messages", request, collected(events)))["usage"]
+    started, finished = Started(9, cached_tokens=2, kept_tokens=6), Finished(usage=Usage(9, 1, cached=2, kept=6))
+    counts = json.loads(encode_reply("messages", request, collected([started, TextDelta("hi"), finished])))["usage"]
     assert counts["cache_creation"] == {"ephemeral_5m_input_tokens": short, "ephemeral_1h_input_tokens": long}
     names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
     assert [counts[name] for name in names] == [1, 6, 2]

@@ -46,9 +46,8 @@ from dragoman.core.request import (
     ToolChoice,
     ToolResult,
 )
-from dragoman.protocols.completions import client as completions
-from dragoman.protocols.embeddings import client as embeddings_client
-from dragoman.protocols.embeddings import server as embeddings_server
+from dragoman.protocols import embeddings
+from dragoman.protocols.chat.client import COMPLETIONS
 from dragoman.protocols.errors import error_from_response
 from dragoman.protocols.registry import ANTHROPIC, CLIENT_PROTOCOLS, OPENAI
 from dragoman.protocols.request_fields import EMPTY_SCHEMA, used_fields
@@ -56,7 +55,7 @@ from tests.client.replay import collect
 from tests.protocols.wire import collected, decode_body, encode_reply, encoder, recordings
 from tests.support.text_splits import cut_bytes, cuttings
 
-CLIENTS = {**CLIENT_PROTOCOLS, "completions": completions.PROTOCOL}
+CLIENTS = {**CLIENT_PROTOCOLS, "completions": COMPLETIONS}
 CHATS = pytest.mark.parametrize("protocol", CLIENT_PROTOCOLS)
 ALL = pytest.mark.parametrize("protocol", CLIENTS)
 REQUEST = GenerationRequest(id="x-1", model="m", messages=(Message("user", (Text("hello"),)),))
@@ -177,10 +176,7 @@ def test_request_option(protocol: str, fields: dict[str, Any]) -> None:
     check_request(protocol, request, expected)
 
 
-CONSTRAINTS: list[Constraint] = [JsonObject(), Regex("a+"), Grammar("start: 'a'"), OneOf(("a", "b"))]
-
-
-@pytest.mark.parametrize("constraint", CONSTRAINTS)
+@pytest.mark.parametrize("constraint", [JsonObject(), Regex("a+"), Grammar("start: 'a'"), OneOf(("a", "b"))])
 def test_constraints_of_chat(constraint: Constraint) -> None:
     request = msgspec.structs.replace(REQUEST, id="", constraint=constraint)
     check_request("chat", request)
@@ -317,12 +313,10 @@ EMBEDDINGS = [EmbeddingRequest(("a",)), EmbeddingRequest(("a", (1, 2)), "m", 2, 
 @pytest.mark.parametrize("name", [*recordings("embeddings"), *map(str, range(len(EMBEDDINGS)))])
 def test_embeddings(name: str) -> None:
     recorded = recordings("embeddings").get(name)
-    request = embeddings_server.decode(json.dumps(recorded).encode()) if recorded else EMBEDDINGS[int(name)]
-    assert embeddings_server.decode(msgspec.json.encode(embeddings_client.encode(request))) == request
+    request = embeddings.decode(json.dumps(recorded).encode()) if recorded else EMBEDDINGS[int(name)]
+    assert embeddings.decode(msgspec.json.encode(embeddings.encode_request(request))) == request
     vectors = [Embedding.of([at + 1, 2], tokens=3) for at in range(len(request.inputs))]
-    reply = msgspec.json.encode(
-        embeddings_server.encode_reply(msgspec.structs.replace(request, dimensions=None), vectors)
-    )
-    found, usage = embeddings_client.decode_reply(reply, len(vectors))
+    reply = msgspec.json.encode(embeddings.encode_reply(msgspec.structs.replace(request, dimensions=None), vectors))
+    found, usage = embeddings.decode_reply(reply, len(vectors))
     assert [vector.values for vector in found] == [pytest.approx(vector.values) for vector in vectors]
     assert usage == Usage(prompt=3 * len(vectors))

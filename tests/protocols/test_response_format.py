@@ -9,7 +9,7 @@ import pytest
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import Constraint, Grammar, JsonObject, JsonSchema, OneOf, Regex
 from tests.protocols import wire
-from tests.protocols.wire import features, rejected_param
+from tests.protocols.wire import features, invalid, rejected_param
 
 decode = partial(wire.decode, "chat")
 
@@ -23,55 +23,40 @@ def output(kind: str, **fields: Any) -> dict[str, Any]:
     return {"response_format": {"type": kind, **fields}}
 
 
-CASES: list[tuple[dict[str, Any], Constraint, str]] = [
-    (output("json_object"), JsonObject(), "response_format"),
-    (
-        output("json_object", schema=SCHEMA),
-        JsonSchema(SCHEMA, path="response_format.schema"),
-        "response_format",
-    ),
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """Return the fields of a request that has this value at the path."""
+    outer, dot, inner = path.partition(".")
+    return {outer: {inner: value} if dot else value}
+
+
+FORMATS: list[tuple[dict[str, Any], Constraint]] = [
+    (output("json_object"), JsonObject()),
+    (output("json_object", schema=SCHEMA), JsonSchema(SCHEMA, path="response_format.schema")),
     (
         output("json_schema", json_schema={"name": "r", "schema": SCHEMA, "strict": True, "description": "d"}),
         JsonSchema(SCHEMA, "r", strict=True, path=SCHEMA_PATH),
-        "response_format",
     ),
-    (
-        output("json_schema", json_schema={"schema": SCHEMA}),
-        JsonSchema(SCHEMA, strict=False, path=SCHEMA_PATH),
-        "response_format",
-    ),
-    (output("json_schema", json_schema={"name": "r"}), JsonObject(), "response_format"),
-    (
-        output("json_schema", schema=SCHEMA),
-        JsonSchema(SCHEMA, path="response_format.schema"),
-        "response_format",
-    ),
-    (output("regex", pattern="a+"), Regex("a+"), "response_format"),
-    (output("regex", regex="a+"), Regex("a+"), "response_format"),
-    (output("grammar", grammar=LARK), Grammar(LARK), "response_format"),
-    ({"json_schema": SCHEMA}, JsonSchema(SCHEMA, path="json_schema"), "json_schema"),
-    ({"guided_json": SCHEMA}, JsonSchema(SCHEMA, path="guided_json"), "guided_json"),
-    ({"guided_json": json.dumps(SCHEMA)}, JsonSchema(SCHEMA, path="guided_json"), "guided_json"),
-    (
-        {"structured_outputs": {"json": SCHEMA}},
-        JsonSchema(SCHEMA, path="structured_outputs.json"),
-        "structured_outputs.json",
-    ),
-    (
-        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
-        JsonSchema(SCHEMA, path="structured_outputs.json"),
-        "structured_outputs.json",
-    ),
-    ({"structured_outputs": {"json_object": True}}, JsonObject(), "structured_outputs.json_object"),
-    ({"guided_choice": ["yes", "no"]}, OneOf(("yes", "no")), "guided_choice"),
-    ({"structured_outputs": {"choice": ["yes"]}}, OneOf(("yes",)), "structured_outputs.choice"),
-    ({"regex": "a+"}, Regex("a+"), "regex"),
-    ({"guided_regex": "a+"}, Regex("a+"), "guided_regex"),
-    ({"structured_outputs": {"regex": "a+"}}, Regex("a+"), "structured_outputs.regex"),
-    ({"grammar": LARK}, Grammar(LARK), "grammar"),
-    ({"guided_grammar": LARK}, Grammar(LARK), "guided_grammar"),
-    ({"structured_outputs": {"grammar": LARK}}, Grammar(LARK), "structured_outputs.grammar"),
+    (output("json_schema", json_schema={"schema": SCHEMA}), JsonSchema(SCHEMA, strict=False, path=SCHEMA_PATH)),
+    (output("json_schema", json_schema={"name": "r"}), JsonObject()),
+    (output("json_schema", schema=SCHEMA), JsonSchema(SCHEMA, path="response_format.schema")),
+    (output("regex", pattern="a+"), Regex("a+")),
+    (output("regex", regex="a+"), Regex("a+")),
+    (output("grammar", grammar=LARK), Grammar(LARK)),
 ]
+OTHER_FIELDS: list[tuple[str, Any, Constraint]] = [
+    ("json_schema", SCHEMA, JsonSchema(SCHEMA, path="json_schema")),
+    ("guided_json", SCHEMA, JsonSchema(SCHEMA, path="guided_json")),
+    ("guided_json", json.dumps(SCHEMA), JsonSchema(SCHEMA, path="guided_json")),
+    ("structured_outputs.json", SCHEMA, JsonSchema(SCHEMA, path="structured_outputs.json")),
+    ("structured_outputs.json", json.dumps(SCHEMA), JsonSchema(SCHEMA, path="structured_outputs.json")),
+    ("structured_outputs.json_object", True, JsonObject()),
+    ("guided_choice", ["yes", "no"], OneOf(("yes", "no"))),
+    ("structured_outputs.choice", ["yes"], OneOf(("yes",))),
+    *((path, "a+", Regex("a+")) for path in ("regex", "guided_regex", "structured_outputs.regex")),
+    *((path, LARK, Grammar(LARK)) for path in ("grammar", "guided_grammar", "structured_outputs.grammar")),
+]
+CASES = [(fields, constraint, "response_format") for fields, constraint in FORMATS]
+CASES += [(nested(path, value), constraint, path) for path, value, constraint in OTHER_FIELDS]
 
 
 @pytest.mark.parametrize(("fields", "constraint", "param"), CASES)
@@ -98,13 +83,10 @@ def test_no_constraint(fields: dict[str, Any]) -> None:
 
 def test_unsupported_fields_are_reported() -> None:
     request = decode(**output("structural_tag", structures=[]))
-    assert request.constraint is None
-    assert features(request) == {("structural_tag", "response_format.type")}
+    assert (request.constraint, features(request)) == (None, {("structural_tag", "response_format.type")})
     request = decode(structural_tag={"structures": [], "triggers": []})
-    assert request.constraint is None
-    assert features(request) == {("structural_tag", "structural_tag")}
-    request = decode(structured_outputs={"structural_tag": "{}", "whitespace_pattern": " "})
-    assert features(request) == {
+    assert (request.constraint, features(request)) == (None, {("structural_tag", "structural_tag")})
+    assert features(decode(structured_outputs={"structural_tag": "{}", "whitespace_pattern": " "})) == {
         ("structural_tag", "structured_outputs.structural_tag"),
         ("unknown", "structured_outputs.whitespace_pattern"),
     }
@@ -125,9 +107,7 @@ DEEP: dict[str, Any] = {"guided_json": '{"a":' * 70 + "1" + "}" * 70}
         (output("poem"), "response_format.type"),
         ({"response_format": "json"}, "response_format"),
         ({"json_schema": True}, "json_schema"),
-        ({"guided_json": "true"}, "guided_json"),
-        ({"guided_json": "{"}, "guided_json"),
-        ({"guided_json": '{"a": 1, "a": 2}'}, "guided_json"),
+        *invalid("guided_json", "guided_json", "true", "{", '{"a": 1, "a": 2}'),
         (DEEP, "guided_json"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": [1]}, "guided_choice[0]"),

@@ -55,21 +55,30 @@ def test_minimal_request() -> None:
     assert not decoded.delivery.stream
 
 
-def test_empty_text() -> None:
+def test_text_and_instructions() -> None:
     assert request(input="").messages == (message("user", Text("")),)
+    instructed = request(instructions="be brief")
+    assert instructed.messages == (message("system", Text("be brief")), message("user", Text("hello")))
 
 
-def test_instructions_come_first() -> None:
-    assert request(instructions="be brief").messages == (
-        message("system", Text("be brief")),
-        message("user", Text("hello")),
-    )
+def item(kind: str, **fields: Any) -> dict[str, Any]:
+    """Return a call or an output."""
+    return {"type": kind, "call_id": "c1", **fields}
 
 
-CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
-OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "done"}
+def assistant(*parts: Part) -> Message:
+    return message("assistant", *parts)
+
+
+def result(*content: Text | Image, call_id: str = "c1", is_error: bool = False) -> Message:
+    return message("tool", ToolResult(call_id, content, is_error))
+
+
+CALL = item("function_call", name="f", arguments='{"a": 1}')
+OUTPUT = item("function_call_output", output="done")
 CALLED = ToolCall("c1", "f", '{"a": 1}')
-DONE = message("tool", ToolResult("c1", (Text("done"),)))
+DONE = result(Text("done"))
+SHELL_RUN = {"stdout": "a\n", "stderr": "b", "outcome": {"type": "exit", "exit_code": 1}}
 ITEMS: list[tuple[list[dict[str, Any]], list[Message]]] = [
     (
         [
@@ -78,12 +87,7 @@ ITEMS: list[tuple[list[dict[str, Any]], list[Message]]] = [
             {"role": "assistant", "content": [{"type": "output_text", "text": "c", "annotations": []}]},
             {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "status": "completed"},
         ],
-        [
-            message("developer", Text("a")),
-            message("system", Text("b")),
-            message("assistant", Text("c")),
-            message("assistant", Text("no")),
-        ],
+        [message("developer", Text("a")), message("system", Text("b")), assistant(Text("c")), assistant(Text("no"))],
     ),
     # Consecutive items of the assistant are one message, in any order.
     (
@@ -96,17 +100,17 @@ ITEMS: list[tuple[list[dict[str, Any]], list[Message]]] = [
             {**OUTPUT, "call_id": "c2"},
         ],
         [
-            message("assistant", Reasoning("hm"), Text("so"), CALLED, ToolCall("c2", "f", '{"b":[2]}')),
+            assistant(Reasoning("hm"), Text("so"), CALLED, ToolCall("c2", "f", '{"b":[2]}')),
             DONE,
-            message("tool", ToolResult("c2", (Text("done"),))),
+            result(Text("done"), call_id="c2"),
         ],
     ),
-    ([CALL, {"role": "assistant", "content": "so"}, OUTPUT], [message("assistant", Text("so"), CALLED), DONE]),
+    ([CALL, {"role": "assistant", "content": "so"}, OUTPUT], [assistant(Text("so"), CALLED), DONE]),
     (
         [{"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}, CALL, OUTPUT],
-        [message("assistant", Reasoning("hm"), CALLED), DONE],
+        [assistant(Reasoning("hm"), CALLED), DONE],
     ),
-    ([{"type": "reasoning", "encrypted_content": encode_reasoning("deep")}], [message("assistant", Reasoning("deep"))]),
+    ([{"type": "reasoning", "encrypted_content": encode_reasoning("deep")}], [assistant(Reasoning("deep"))]),
     # Empty reasoning is dropped.
     ([HELLO, {"type": "reasoning", "content": None, "encrypted_content": None}], [message("user", Text("hello"))]),
     (
@@ -115,60 +119,40 @@ ITEMS: list[tuple[list[dict[str, Any]], list[Message]]] = [
             {**OUTPUT, "output": {"ok": True}},
             {**OUTPUT, "output": None},
         ],
-        [
-            message("tool", ToolResult("c1", (Text("x"), Image(url="u")))),
-            message("tool", ToolResult("c1", (Text('{"ok":true}'),))),
-            message("tool", ToolResult("c1", ())),
-        ],
+        [result(Text("x"), Image(url="u")), result(Text('{"ok":true}')), result()],
+    ),
+    (
+        [item("custom_tool_call", name="f", input='a "b"'), item("custom_tool_call_output", output="done")],
+        [assistant(ToolCall("c1", "f", '{"input": "a \\"b\\""}')), DONE],
     ),
     (
         [
-            {"type": "custom_tool_call", "call_id": "c1", "name": "f", "input": 'a "b"'},
-            {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
-        ],
-        [message("assistant", ToolCall("c1", "f", '{"input": "a \\"b\\""}')), DONE],
-    ),
-    (
-        [
-            {
-                "type": "local_shell_call",
-                "call_id": "c1",
-                "action": {"type": "exec", "command": ["ls"], "env": {}, "timeout_ms": None},
-            },
+            item("local_shell_call", action={"type": "exec", "command": ["ls"], "env": {}, "timeout_ms": None}),
             {"type": "local_shell_call_output", "id": "c1", "output": "done"},
         ],
-        [message("assistant", ToolCall("c1", "local_shell", '{"command":["ls"]}')), DONE],
+        [assistant(ToolCall("c1", "local_shell", '{"command":["ls"]}')), DONE],
+    ),
+    (
+        [item("shell_call", action={"commands": ["ls"]}), item("shell_call_output", output=[SHELL_RUN])],
+        [assistant(ToolCall("c1", "shell", '{"commands":["ls"]}')), result(Text("a\nb\n(exit code 1)"))],
     ),
     (
         [
-            {"type": "shell_call", "call_id": "c1", "action": {"commands": ["ls"]}},
-            {
-                "type": "shell_call_output",
-                "call_id": "c1",
-                "output": [{"stdout": "a\n", "stderr": "b", "outcome": {"type": "exit", "exit_code": 1}}],
-            },
+            item("apply_patch_call", operation={"type": "delete_file", "path": "a"}),
+            item("apply_patch_call_output", status="failed", output="done"),
         ],
         [
-            message("assistant", ToolCall("c1", "shell", '{"commands":["ls"]}')),
-            message("tool", ToolResult("c1", (Text("a\nb\n(exit code 1)"),))),
+            assistant(ToolCall("c1", "apply_patch", '{"type":"delete_file","path":"a"}')),
+            result(Text("done"), is_error=True),
         ],
     ),
     (
-        [
-            {"type": "apply_patch_call", "call_id": "c1", "operation": {"type": "delete_file", "path": "a"}},
-            {"type": "apply_patch_call_output", "call_id": "c1", "status": "failed", "output": "done"},
-        ],
-        [
-            message("assistant", ToolCall("c1", "apply_patch", '{"type":"delete_file","path":"a"}')),
-            message("tool", ToolResult("c1", (Text("done"),), is_error=True)),
-        ],
-    ),
-    (
-        [{"type": "mcp_call", "id": "m1", "server_label": "s", "name": "f", "arguments": "{}", "output": "done"}],
-        [message("assistant", ToolCall("m1", "f", "{}")), message("tool", ToolResult("m1", (Text("done"),)))],
+        [{"type": "mcp_call", "id": "c1", "server_label": "s", "name": "f", "arguments": "{}", "output": "done"}],
+        [assistant(ToolCall("c1", "f", "{}")), DONE],
     ),
     # A tool in a namespace keeps its function name, even if it is no longer offered.
-    ([{**CALL, "namespace": "n"}], [message("assistant", ToolCall("c1", "n__f", '{"a": 1}'))]),
+    ([{**CALL, "namespace": "n"}], [assistant(ToolCall("c1", "n__f", '{"a": 1}'))]),
+    ([item("tool_search_output", call_id=None, tools=[])], [result(Text("nothing was found"), call_id="")]),
 ]
 
 
@@ -205,13 +189,11 @@ FIELDS: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
     ({"stream_options": {"include_obfuscation": True}}, [("unknown", "stream_options.include_obfuscation")]),
     ({"include": ["message.output_text.logprobs"]}, [("logprobs", "include")]),
     ({"top_logprobs": 2}, [("logprobs", "top_logprobs")]),
+    ({"include": ["web_search_call.action.sources", "reasoning.encrypted_content"]}, []),
+    ({"include": ["reasoning.encrypted_content", "zz"]}, [("unknown", "include[1]")]),
     (
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]},
-        [("images", "input[0].content[0]")],
-    ),
-    (
-        {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
-        [("files", "input[0].content[0]")],
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}, {"type": "input_file"}]}]},
+        [("images", "input[0].content[0]"), ("files", "input[0].content[1]")],
     ),
 ]
 
@@ -230,25 +212,19 @@ def test_options() -> None:
 
 
 def test_configuration_update_item() -> None:
-    update = {
-        "type": "configuration_update",
-        "reasoning": {"effort": "low"},
-        "text": {"format": {"type": "json_object"}},
-    }
+    empty = {"type": "configuration_update"}
+    update = {**empty, "reasoning": {"effort": "low"}, "text": {"format": {"type": "json_object"}}}
     decoded = request(input=[HELLO, update], reasoning={"effort": "high"})
     assert (decoded.thinking, decoded.constraint) == (Thinking(effort="low"), JsonObject())
     assert decoded.messages == (message("user", Text("hello")),)
-    assert (
-        request(input=[HELLO, {"type": "configuration_update"}], reasoning={"effort": "high"}).thinking.effort == "high"
-    )
+    assert request(input=[HELLO, empty], reasoning={"effort": "high"}).thinking.effort == "high"
 
 
 def test_text_format() -> None:
     schema = {"type": "object"}
     text_format = {"type": "json_schema", "name": "p", "schema": schema, "strict": True}
-    assert request(text={"format": text_format}).constraint == JsonSchema(
-        schema, "p", strict=True, path="text.format.schema"
-    )
+    expected = JsonSchema(schema, "p", strict=True, path="text.format.schema")
+    assert request(text={"format": text_format}).constraint == expected
     assert request(text={"format": {"type": "json_object"}}).constraint == JsonObject()
     assert request(text={"format": {"type": "text"}}).constraint is None
     assert features(text={"format": text_format}) == [("constraint", "text.format")]
@@ -309,16 +285,6 @@ def test_metadata() -> None:
     assert decode_response(metadata=pairs).context.echoed["metadata"] == pairs
 
 
-def test_include() -> None:
-    assert features(include=["web_search_call.action.sources", "reasoning.encrypted_content"]) == []
-    assert features(include=["reasoning.encrypted_content", "zz"]) == [("unknown", "include[1]")]
-
-
-def test_tool_search_output_without_a_call() -> None:
-    (found,) = messages({"type": "tool_search_output", "call_id": None, "tools": []})
-    assert found == message("tool", ToolResult("", (Text("nothing was found"),)))
-
-
 def test_item_limit_includes_stored_items() -> None:
     with pytest.raises(BadRequest) as caught:
         decode(parse(json.dumps({"input": [HELLO]}).encode()), [HELLO] * 16_384)
@@ -327,16 +293,11 @@ def test_item_limit_includes_stored_items() -> None:
 
 def test_item_references() -> None:
     asking = parse(json.dumps({"input": [{"type": "item_reference", "id": "fc_1"}, {"id": "msg_1"}, OUTPUT]}).encode())
-    assert asking.references == ("fc_1", "msg_1")
-    decoded = decode(
-        asking, [{"type": "message", "role": "user", "content": "earlier"}], {"fc_1": CALL, "msg_1": HELLO}
-    )
-    assert decoded.request.messages == (
-        message("user", Text("earlier")),
-        message("assistant", CALLED),
-        message("user", Text("hello")),
-        DONE,
-    )
+    assert asking.references == ["fc_1", "msg_1"]
+    earlier = {"type": "message", "role": "user", "content": "earlier"}
+    decoded = decode(asking, [earlier], {"fc_1": CALL, "msg_1": HELLO})
+    first, second = message("user", Text("earlier")), message("user", Text("hello"))
+    assert decoded.request.messages == (first, assistant(CALLED), second, DONE)
     assert [item["type"] for item in decoded.context.items if "type" in item] == [
         *("message", "function_call", "function_call_output")
     ]

@@ -99,13 +99,7 @@ def test_calls() -> None:
     )
     call = {"type": "function_call", "id": "fc_1_0", "call_id": "c1", "name": "f", "namespace": "n"}
     custom = {"type": "custom_tool_call", "id": "ctc_1_1", "call_id": "c2", "name": "c"}
-    shell = {
-        "type": "shell_call",
-        "id": "sh_1_2",
-        "call_id": "c3",
-        "environment": None,
-        "action": {"commands": ["ls"]},
-    }
+    shell = {"type": "shell_call", "id": "sh_1_2", "call_id": "c3", "environment": None, "action": {"commands": ["ls"]}}
     assert item_events(payloads) == [
         ("output_item.added", {"item": {**call, "arguments": "", "status": "in_progress"}}),
         ("function_call_arguments.delta", {"delta": '{"a'}),
@@ -124,18 +118,12 @@ def test_calls() -> None:
 
 def test_logprobs_stay_with_their_text() -> None:
     one, two = (TokenLogprob(at, text, -0.5, (TokenLogprob(9, b"x", -1.0),)) for at, text in enumerate((b"a", b"bc")))
-    events = (
-        Started(),
-        TextDelta("a", logprobs=(one,)),
-        ReasoningDelta("hm"),
-        TextDelta("bc", logprobs=(two,)),
-        Finished(),
-    )
+    first, second = TextDelta("a", logprobs=(one,)), TextDelta("bc", logprobs=(two,))
+    events = (Started(), first, ReasoningDelta("hm"), second, Finished())
     payloads = streamed(*events)
     assert accumulated(payloads) == whole(*events)
-    entries = [
-        item["content"][0]["logprobs"] for item in payloads[-1]["response"]["output"] if item["type"] == "message"
-    ]
+    output = payloads[-1]["response"]["output"]
+    entries = [item["content"][0]["logprobs"] for item in output if item["type"] == "message"]
     assert [[entry["token"] for entry in entry_list] for entry_list in entries] == [["a"], ["bc"]]
     assert entries[0][0]["top_logprobs"] == [{"token": "x", "logprob": -1.0, "bytes": [120]}]
 
@@ -144,23 +132,16 @@ def test_failure() -> None:
     encoder = encoding().encoder(REQUEST, 0)
     frames = encoder.feed(0, [Started(), ReasoningDelta("hm"), TextDelta("so")])
     *_, error, failed = read(frames + encoder.fail(EngineFailed("it broke")))
-    assert {**error, "sequence_number": 0} == {
-        "type": "error",
-        "code": "server_error",
-        "message": "it broke",
-        "param": None,
-        "sequence_number": 0,
-    }
+    reason = {"code": "server_error", "message": "it broke"}
+    assert error == {"type": "error", **reason, "param": None, "sequence_number": error["sequence_number"]}
     assert failed["type"] == "response.failed"
-    assert failed["response"]["error"] == {"code": "server_error", "message": "it broke"}
+    assert failed["response"]["error"] == reason
     assert [item["type"] for item in failed["response"]["output"]] == ["reasoning"]
 
 
 def test_failure_before_the_first_event() -> None:
-    for error, code in (
-        (QueueFull("full"), "rate_limit_exceeded"),
-        (ContextTooLong("long"), "context_length_exceeded"),
-    ):
+    codes = {QueueFull("full"): "rate_limit_exceeded", ContextTooLong("long"): "context_length_exceeded"}
+    for error, code in codes.items():
         payloads = read(encoding().encoder(REQUEST, 0).fail(error))
         names = [payload["type"] for payload in payloads]
         assert names == ["response.created", "response.in_progress", "error", "response.failed"]

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from dragoman.core.errors import BadRequest
 from dragoman.core.request import Tool, ToolCall, ToolChoice
 from dragoman.protocols.responses.calls import SCHEMAS, ClientTool, encode_call
 from dragoman.protocols.responses.server import decode, parse
 from tests.protocols import wire
-from tests.protocols.wire import asked, decode_response
+from tests.protocols.wire import asked, decode_response, invalid, rejected_param
 
 request = partial(wire.decode, "responses")
 HELLO = {"role": "user", "content": "hello"}
@@ -117,7 +116,7 @@ def decoding_seconds(name: str) -> float:
 
 
 def test_many_allowed_tools_are_matched_quickly() -> None:
-    assert min(decoding_seconds("f1023") for _ in range(2)) < 3 * max(decoding_seconds("f0") for _ in range(2))
+    assert min(decoding_seconds("f1023") for _ in range(3)) < 5 * max(decoding_seconds("f0") for _ in range(3))
 
 
 def test_function_with_the_name_of_a_builtin_tool() -> None:
@@ -125,14 +124,15 @@ def test_function_with_the_name_of_a_builtin_tool() -> None:
     assert decoded.tool_choice == ToolChoice("named", "shell")
 
 
+ALL = ["f", "c", "n__f", "n__c"]
 CHOICES: list[tuple[Any, ToolChoice, list[str]]] = [
-    (None, ToolChoice(), ["f", "c", "n__f", "n__c"]),
-    ("none", ToolChoice("none"), ["f", "c", "n__f", "n__c"]),
-    ("required", ToolChoice("required"), ["f", "c", "n__f", "n__c"]),
-    ({"type": "function", "name": "f"}, ToolChoice("named", "f"), ["f", "c", "n__f", "n__c"]),
-    ({"type": "function", "name": "f", "namespace": "n"}, ToolChoice("named", "n__f"), ["f", "c", "n__f", "n__c"]),
-    ({"type": "custom", "name": "c"}, ToolChoice("named", "c"), ["f", "c", "n__f", "n__c"]),
-    ({"type": "web_search_preview"}, ToolChoice(), ["f", "c", "n__f", "n__c"]),
+    (None, ToolChoice(), ALL),
+    ("none", ToolChoice("none"), ALL),
+    ("required", ToolChoice("required"), ALL),
+    ({"type": "function", "name": "f"}, ToolChoice("named", "f"), ALL),
+    ({"type": "function", "name": "f", "namespace": "n"}, ToolChoice("named", "n__f"), ALL),
+    ({"type": "custom", "name": "c"}, ToolChoice("named", "c"), ALL),
+    ({"type": "web_search_preview"}, ToolChoice(), ALL),
     (
         {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "c"}]},
         ToolChoice("required"),
@@ -156,25 +156,20 @@ def test_choices(field: Any, choice: ToolChoice, names: list[str]) -> None:
 def test_features_of_choices() -> None:
     assert features(tools=[FUNCTION], tool_choice="required") == [TOOLS, ("constraint", "tool_choice")]
     assert features(tools=[FUNCTION], tool_choice=SEARCH) == [TOOLS, ("server_tools", "tool_choice")]
-    assert features(tools=[SEARCH], tool_choice="required") == [
-        ("server_tools", "tools[0]"),
-        ("server_tools", "tool_choice"),
-    ]
+    hosted = [("server_tools", "tools[0]"), ("server_tools", "tool_choice")]
+    assert features(tools=[SEARCH], tool_choice="required") == hosted
     assert not request(tools=[FUNCTION], parallel_tool_calls=False).tool_choice.parallel
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{}]}, "tools[0].type"),
-    ({"tools": [{"type": "function"}]}, "tools[0].name"),
-    ({"tools": [{**FUNCTION, "name": "a b"}]}, "tools[0].name"),
+    *invalid("tools", "tools[0].name", [{"type": "function"}], [{**FUNCTION, "name": "a b"}]),
     ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name"),
     ({"tools": [{**SPACE, "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].name"),
     ({"tools": [{**FUNCTION, "parameters": []}]}, "tools[0].parameters"),
     ({"tools": [{**FUNCTION, "parameters": {"type": "array"}}]}, "tools[0].parameters.type"),
     ({"tools": [{**SPACE, "tools": [{**FUNCTION, "parameters": {"type": 5}}]}]}, "tools[0].tools[0].parameters.type"),
-    ({"tools": [{**SPACE, "name": ""}]}, "tools[0].name"),
-    ({"tools": [{**SPACE, "name": "a b"}]}, "tools[0].name"),
-    ({"tools": [{**SPACE, "name": "n" * 129, "tools": []}]}, "tools[0].name"),
+    *(({"tools": [{**SPACE, "name": name}]}, "tools[0].name") for name in ("", "a b", "n" * 129)),
     ({"tools": [{"type": {}}]}, "tools[0].type"),
     ({"tools": [SEARCH] * 1025}, "tools"),
     ({"tools": [{**SPACE, "tools": [SEARCH] * 1025}]}, "tools[0].tools"),
@@ -182,21 +177,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": MANY, "input": [{"type": "additional_tools", "tools": [FUNCTION]}, HELLO]}, "input"),
     ({"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "tools": [FUNCTION] * 1025}}, "tool_choice.tools"),
     ({"tools": [FUNCTION], "tool_choice": {"type": "function"}}, "tool_choice.name"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": "maybe"}, "tool_choice"),
+    *invalid("tool_choice", "tool_choice", "required", "maybe"),
     ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
-    (
-        {"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "g"}]}},
-        "tool_choice.tools[0]",
-    ),
+    ({"tool_choice": {"type": "allowed_tools", "tools": [FUNCTION]}}, "tool_choice.tools[0]"),
 ]
 
 
 @pytest.mark.parametrize(("fields", "param"), WRONG)
-def test_error_names_the_field(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(BadRequest) as caught:
-        decode_response(**fields)
-    assert caught.value.param == param
+def test_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
+    assert rejected_param("responses", **fields) == param
 
 
 CALLS: list[tuple[ClientTool, str, dict[str, Any]]] = [
@@ -205,34 +194,20 @@ CALLS: list[tuple[ClientTool, str, dict[str, Any]]] = [
         "{",
         {"type": "function_call", "id": "fc_1", "name": "f", "namespace": "n", "arguments": "{"},
     ),
-    (
-        ClientTool("custom", "c"),
-        "x",
-        {"type": "custom_tool_call", "id": "ctc_1", "name": "c", "input": "x"},
-    ),
+    (ClientTool("custom", "c"), "x", {"type": "custom_tool_call", "id": "ctc_1", "name": "c", "input": "x"}),
     (
         ClientTool("local_shell", "local_shell"),
         '{"command": "ls -l", "working_directory": "/"}',
         {
             "type": "local_shell_call",
             "id": "lsh_1",
-            "action": {
-                "type": "exec",
-                "command": ["bash", "-lc", "ls -l"],
-                "env": {},
-                "working_directory": "/",
-            },
+            "action": {"type": "exec", "command": ["bash", "-lc", "ls -l"], "env": {}, "working_directory": "/"},
         },
     ),
     (
         ClientTool("shell", "shell"),
         '{"commands": ["ls"]}',
-        {
-            "type": "shell_call",
-            "id": "sh_1",
-            "action": {"commands": ["ls"]},
-            "environment": None,
-        },
+        {"type": "shell_call", "id": "sh_1", "action": {"commands": ["ls"]}, "environment": None},
     ),
     (
         ClientTool("apply_patch", "apply_patch"),

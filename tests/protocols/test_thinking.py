@@ -7,7 +7,7 @@ import pytest
 
 from dragoman.core.request import Thinking
 from tests.protocols import wire
-from tests.protocols.wire import features, rejected_param
+from tests.protocols.wire import features, invalid, rejected_param
 
 decode = partial(wire.decode, "chat")
 
@@ -87,16 +87,14 @@ def test_template_options() -> None:
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),
         ({"reasoning": "high"}, "reasoning"),
         ({"thinking": {"type": "sometimes"}}, "thinking.type"),
-        ({"thinking_budget": -2}, "thinking_budget"),
-        ({"thinking_budget": True}, "thinking_budget"),
+        *invalid("thinking_budget", "thinking_budget", -2, True),
         ({"enable_thinking": "yes"}, "enable_thinking"),
         ({KWARGS: {"enable_thinking": 1}}, f"{KWARGS}.enable_thinking"),
         ({KWARGS: [1]}, KWARGS),
         ({KWARGS: {"__class__.x": 1}}, KWARGS),
         ({KWARGS: {f"x{at}": 1 for at in range(100)}}, KWARGS),
         ({KWARGS: {"long": "x" * 10_000}}, f"{KWARGS}.long"),
-        ({"chat_template": "{{ messages }}"}, "chat_template"),
-        ({"chat_template": ""}, "chat_template"),
+        *invalid("chat_template", "chat_template", "{{ messages }}", ""),
     ],
 )
 def test_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:

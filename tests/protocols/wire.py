@@ -59,6 +59,11 @@ def rejected_param(protocol: str, **fields: Any) -> str | None:
     return raised.value.param
 
 
+def invalid(field: str, param: str, *values: Any) -> list[tuple[dict[str, Any], str]]:
+    """Return the cases of one field: each value, and the path that the error names."""
+    return [({field: value}, param) for value in values]
+
+
 def encoding(protocol: str) -> ReplyEncoding:
     if protocol != "responses":
         return PROTOCOLS[protocol]

@@ -11,9 +11,8 @@ from dragoman.core.embeddings import Embedding, EmbeddingRequest, Input
 from dragoman.core.errors import BadAnswer, BadRequest
 from dragoman.core.events import Usage
 from dragoman.core.request import GenerationRequest
-from dragoman.protocols import reply_fields
+from dragoman.protocols import embeddings, reply_fields
 from dragoman.protocols.chat import client as chat
-from dragoman.protocols.embeddings import client as embeddings
 from dragoman.protocols.messages import client as messages
 from dragoman.protocols.responses import client as responses
 
@@ -93,7 +92,7 @@ def _model(entry: dict[str, Any]) -> ServerModel:
 
 def embeddings_call(planner: CallPlanner, texts: Sequence[Input], model: str, dimensions: int | None) -> PlannedCall:
     request = EmbeddingRequest(tuple(texts), model or planner.model or "", dimensions, listed=True)
-    return planner.json_call("embeddings", embeddings.PATH, embeddings.encode(request))
+    return planner.json_call("embeddings", embeddings.PATH, embeddings.encode_request(request))
 
 
 def read_embeddings(body: bytes, count: int) -> EmbeddingResult:

@@ -21,7 +21,7 @@ from dragoman.core.errors import StepLimitReached
 from dragoman.core.events import Usage, total_usage
 from dragoman.core.reply import Reply
 from dragoman.core.request import Message, Text, ToolCall, ToolResult
-from dragoman.protocols.reply_reader import is_object
+from dragoman.protocols.json_body import is_object
 
 DEFAULT_STEPS = 10
 

@@ -73,7 +73,7 @@ ERROR_RULES = (
         r"context (size|length|window) (has been )?exceeded",  # llama.cpp, LM Studio
         r"greater than the context length|context length of only",  # LM Studio
         r"maximum prompt length is \d",  # xAI
-        r"input token count.*exceeds the maximum",  # Gemini
+        r"input token count.{0,200}exceeds the maximum",  # Gemini
         r"`?inputs`? tokens \+ `?max_new_tokens`? must be <=",  # TGI
         r"must be less than max_seq_len",
         r"input is too long for requested model",  # Bedrock
@@ -149,12 +149,13 @@ IN_ANY_STATUS = (
     errors.QueueFull,
 )
 """Recognised by message whatever the status: Ollama answers most errors with 500, Groq a long prompt with 429."""
+# A pattern that starts with digits may match only at the first digit of a number: else the search is quadratic.
 TOKEN_PATTERNS = (
-    r"(\d+) tokens? > \d+ maximum",
+    r"(?<!\d)(\d+) tokens? > \d+ maximum",
     r"exceed context limit: (\d+) \+",
     r"request \((\d+) tokens\)",
     r"input \((\d+) tokens\) is longer",
-    r"(\d+) in the (?:messages|prompt)",
+    r"(?<!\d)(\d+) in the (?:messages|prompt)",
     r"\((\d+) in your prompt",
     r"resulted in (\d+) tokens",
     r"(?:has|contains(?: at least)?) (\d+)(?: input)? tokens",
@@ -202,12 +203,14 @@ def error_from_response(status: int, headers: Mapping[str, str], body: bytes) ->
     except DECODE_ERRORS:
         fields = ErrorFields("" if text.lstrip().startswith("<") else excerpt(text.strip()))
     request_id = headers.get("x-request-id") or headers.get("request-id") or fields.request_id
-    answered = Answered(status, text, fields.code, fields.type, request_id)
     if 300 <= status < 400:
         location = headers.get("location", "no location")
         message = f"the server redirects ({status}) to {location[:200]}; redirects are not followed"
-        return _attach(errors.BadAnswer(message), answered)
-    return _attach(_error(fields, status, retry_after(headers)), answered)
+        error: DragomanError = errors.BadAnswer(message)
+    else:
+        error = _error(fields, status, retry_after(headers))
+    error.answered = Answered(status, text, fields.code, fields.type, request_id)
+    return error
 
 
 def error_from_frame(body: object, event: str, text: str, request_id: str | None = None) -> DragomanError | None:
@@ -216,8 +219,9 @@ def error_from_frame(body: object, event: str, text: str, request_id: str | None
     if not (event == "error" or found.get("error") or "error" in (found.get("type"), found.get("object"))):
         return None
     fields = parse_error(body)
-    answered = Answered(200, text[:MAX_KEPT_BODY], fields.code, fields.type, fields.request_id or request_id)
-    return _attach(_error(fields, fields.status or 500, None), answered)
+    error = _error(fields, fields.status or 500, None)
+    error.answered = Answered(200, text[:MAX_KEPT_BODY], fields.code, fields.type, fields.request_id or request_id)
+    return error
 
 
 def parse_error(body: object) -> ErrorFields:
@@ -295,11 +299,6 @@ def _find_number(patterns: tuple[str, ...], message: str) -> int | None:
             # Longer numbers are not token counts, and int() rejects very long ones.
             return int(match[1][:18])
     return None
-
-
-def _attach(error: DragomanError, answered: Answered) -> DragomanError:
-    error.answered = answered
-    return error
 
 
 def encode_openai_error(error: DragomanError) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Rules
 1. The root is an object, at most 64 levels deep, without duplicate keys.
 2. Text is valid UTF-8 without unpaired surrogates. Numbers are finite; 1.0 is an integer, 1.5 and true are not.
-3. An unknown field is accepted; `unknown_fields` returns it so that it can be reported.
+3. An unknown field is accepted; unless it is null, `unknown_fields` returns it so that it can be reported.
 
 Before a text is decoded, its elements are counted, because a decoded element takes about 70 bytes, even if it is a
 single character of the text. The garbage collector visits every array and object, so those count more.
@@ -17,7 +17,7 @@ single character of the text. The garbage collector visits every array and objec
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dragoman.core.errors import MAX_VALUE, REQUIRED, BadRequest, parse_validation_error, quote, truncate
+from dragoman.core.errors import DECODE_ERRORS, MAX_VALUE, REQUIRED, BadRequest, parse_validation_error, quote, truncate
 
 MAX_DEPTH = 64
 LARGE_BODY = 256 * 1024
@@ -95,6 +95,7 @@ def _parse_strictly(body: bytes) -> Any:
     try:
         text = body.decode()
         parsed = _strict_decoder.decode(text)
+        has_surrogates = "\\u" in text and _SURROGATE.search(json.dumps(parsed, ensure_ascii=False)) is not None
     except UnicodeDecodeError:
         raise BadRequest(_NOT_UTF8) from None
     except RecursionError:
@@ -105,8 +106,8 @@ def _parse_strictly(body: bytes) -> Any:
     except ValueError as error:
         reason = "a number has too many digits" if "digits" in str(error) else str(error)
         raise BadRequest(f"the body is not valid JSON: {reason}") from None
-    if "\\u" in text:
-        _check_surrogates(parsed)
+    if has_surrogates:
+        raise BadRequest("the body contains an unpaired surrogate")
     return parsed
 
 
@@ -119,6 +120,17 @@ def parse_text(text: str, path: str) -> dict[str, Any]:
         return parse(encoded)
     except BadRequest as error:
         raise BadRequest(f"{path}: {error.message.replace('the body', 'the text', 1)}", param=path) from None
+
+
+def is_object(text: str) -> bool:
+    """Whether a text is a JSON object. Its values are not decoded."""
+    if not text.rstrip().endswith("}"):
+        return False
+    try:
+        msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except DECODE_ERRORS:
+        return False
+    return True
 
 
 _NOT_UTF8 = "the body is not valid UTF-8"
@@ -154,33 +166,18 @@ _fast_decoder = msgspec.json.Decoder(float_hook=_parse_number)
 
 def _count_keys(root: object) -> int:
     """Count the keys of all objects. Raises `BadRequest` if the value is nested too deeply."""
-    keys, level = 0, [root]
-    for _ in range(MAX_DEPTH):
-        below: list[object] = []
+    keys = 0
+    level: list[Any] = [[root]]
+    for _ in range(MAX_DEPTH + 1):
+        below: list[Any] = []
         for node in level:
             keys += len(node) if isinstance(node, dict) else 0
-            below += [child for child in _children(node) if isinstance(child, CONTAINERS)]
+            children = node.values() if isinstance(node, dict) else node
+            below += [child for child in children if isinstance(child, CONTAINERS)]
         if not below:
             return keys
         level = below
     raise BadRequest(_TOO_DEEP)
-
-
-def _children(node: object) -> Iterable[object]:
-    if isinstance(node, dict):
-        return node.values()
-    return node if isinstance(node, list) else ()
-
-
-def _check_surrogates(root: object) -> None:
-    pending = [root]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, str) and _SURROGATE.search(node):
-            raise BadRequest("the body contains an unpaired surrogate")
-        if isinstance(node, dict):
-            pending += node
-        pending += _children(node)
 
 
 def convert(parsed: Any, kind: type[T], path: str = "") -> T:
@@ -188,19 +185,14 @@ def convert(parsed: Any, kind: type[T], path: str = "") -> T:
     try:
         return msgspec.convert(parsed, kind)
     except msgspec.ValidationError as error:
-        raise _field_error(error, path) from None
+        inner, message = parse_validation_error(error)
+        message = truncate(message, MAX_VALUE + MAX_PREFIX)
+        param = (path + inner).removeprefix(".")
+        raise BadRequest(f"{param}: {message}" if param else message, param=param or None) from None
 
 
 def missing_field(path: str) -> BadRequest:
     return BadRequest(f"{path}: {REQUIRED}", param=path)
-
-
-def _field_error(error: msgspec.ValidationError, base: str) -> BadRequest:
-    """Turn a msgspec error inside the field `base` into a `BadRequest` with the full path."""
-    path, message = parse_validation_error(error)
-    message = truncate(message, MAX_VALUE + MAX_PREFIX)
-    param = (base + path).removeprefix(".")
-    return BadRequest(f"{param}: {message}" if param else message, param=param or None)
 
 
 def get_path(parsed: dict[str, Any], path: str) -> Any:
@@ -216,7 +208,9 @@ def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def unknown_fields(parsed: dict[str, Any], struct: type[msgspec.Struct]) -> list[str]:
     known = _field_names(struct)
-    unknown = [name for name in parsed if name not in known]
+    if parsed.keys() <= known:
+        return []
+    unknown = [name for name, value in parsed.items() if name not in known and value is not None]
     if len(unknown) > MAX_UNKNOWN:
         raise BadRequest(f"the request has {len(unknown)} unknown fields; at most {MAX_UNKNOWN} are accepted")
     return unknown

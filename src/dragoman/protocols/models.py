@@ -11,21 +11,22 @@ import msgspec
 
 from dragoman.core.errors import BadRequest, quote
 from dragoman.protocols import json_body
-from dragoman.protocols.json_body import without_nulls
 from dragoman.protocols.openai import decode_limit
 
 DEFAULT_PAGE_SIZE = 20
 MAX_PAGE_SIZE = 1000
 
 
-class ModelEntry(msgspec.Struct, frozen=True):
-    name: str
+class ModelEntry(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="object", tag="model"):
+    """A model in OpenAI's list."""
+
+    id: str
     created: int
-    owner: str
-    context: int | None
-    format: str | None
-    device: str | None
+    owned_by: str
     state: str
+    max_model_len: int | None = None
+    format: str | None = None
+    device: str | None = None
     loading_seconds: float | None = None
     """Time since loading started; None unless the model is loading."""
     loading_progress: float | None = None
@@ -36,31 +37,15 @@ class ModelEntry(msgspec.Struct, frozen=True):
     quantization: str | None = None
 
 
-def encode_model(model: ModelEntry) -> dict[str, Any]:
-    listed = {"id": model.name, "object": "model", "created": model.created, "owned_by": model.owner}
-    known = {
-        "max_model_len": model.context,
-        "format": model.format,
-        "device": model.device,
-        "state": model.state,
-        "loading_seconds": None if model.loading_seconds is None else round(model.loading_seconds, 1),
-        "loading_progress": model.loading_progress,
-        "architecture": model.architecture,
-        "size": model.size,
-        "quantization": model.quantization,
-    }
-    return listed | without_nulls(known)
-
-
 def encode_anthropic_model(model: ModelEntry) -> dict[str, Any]:
     return {
         "type": "model",
-        "id": model.name,
-        "display_name": model.name,
+        "id": model.id,
+        "display_name": model.id,
         "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "lifecycle": "active",
-        "max_input_tokens": model.context,
-        "max_tokens": model.context,
+        "max_input_tokens": model.max_model_len,
+        "max_tokens": model.max_model_len,
     }
 
 
@@ -76,13 +61,13 @@ def encode_anthropic_models(models: Sequence[ModelEntry], query: Mapping[str, st
     return {
         "data": [encode_anthropic_model(model) for model in page],
         "has_more": has_more,
-        "first_id": page[0].name if page else None,
-        "last_id": page[-1].name if page else None,
+        "first_id": page[0].id if page else None,
+        "last_id": page[-1].id if page else None,
     }
 
 
 def _find(models: Sequence[ModelEntry], query: Mapping[str, str], name: str) -> int:
-    index = next((at for at, model in enumerate(models) if model.name == query[name]), None)
+    index = next((at for at, model in enumerate(models) if model.id == query[name]), None)
     if index is None:
         raise BadRequest(f"{name}: no model named {quote(query[name])}", param=name)
     return index

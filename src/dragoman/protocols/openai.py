@@ -1,6 +1,7 @@
 """Parts shared by the OpenAI protocols: sampling fields, content parts, usage, log probabilities, framing."""
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -61,12 +62,20 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
 
 
-SAMPLING = tuple(name for name in Sampling.__struct_fields__ if name != "logit_bias")
-"""Fields with the same name on the wire, in `Sampling` and among the engine features."""
 LABELS = ("user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier")
-NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "top_p": 1, "min_p": 0}
+SAMPLING = tuple(name for name in Sampling.__struct_fields__ if name != "logit_bias")
+_sampling_values = operator.attrgetter(*SAMPLING)
+FEATURES = {name: Feature(name) for name in (*Sampling.__struct_fields__, "stop", "stop_token_ids", "ignore_eos")}
+FEATURES["n"] = Feature.CHOICES
+"""The features that fields request if they have a value."""
+NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), 0),
+    **dict.fromkeys(("repetition_penalty", "top_p", "n"), 1),
+    **dict.fromkeys(("ignore_eos", "logprobs", "store"), False),
+    **{name: [] for name in ("stop", "stop_token_ids", "documents")},
+    "logit_bias": {},
+}
 """Values without effect, which every engine supports."""
-OTHER_FEATURES = (Feature.LOGIT_BIAS, Feature.STOP, Feature.STOP_TOKEN_IDS, Feature.IGNORE_EOS)
 
 
 class ImageAddress(msgspec.Struct, frozen=True):
@@ -129,12 +138,17 @@ def decode_common(fields: SamplingFields) -> dict[str, Any]:
     stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     for stop in stops:
         check_stop(stop, "stop")
-    labels = {name: value for name in LABELS if (value := getattr(fields, name, None))}
-    if labels.get("service_tier") in ("auto", "default"):
-        del labels["service_tier"]
+    labels = {}
+    for name in LABELS:
+        value = getattr(fields, name, None)
+        if value and not (name == "service_tier" and value in ("auto", "default")):
+            labels[name] = value
+    sampling = dict(zip(SAMPLING, _sampling_values(fields), strict=True))
+    if sampling["top_k"] == -1:
+        sampling["top_k"] = 0  # Some clients send -1 for no limit.
     return {
         "model": fields.model or "",
-        "sampling": _sampling(fields),
+        "sampling": Sampling(**sampling, logit_bias=_biases(fields.logit_bias) if fields.logit_bias else {}),
         "labels": labels,
         "keep_seconds": RETENTION_SECONDS.get(getattr(fields, "prompt_cache_retention", None), 0.0),
         "stop": stops,
@@ -144,27 +158,20 @@ def decode_common(fields: SamplingFields) -> dict[str, Any]:
 
 
 def requested_features(
-    fields: SamplingFields, parsed: dict[str, Any], others: Container[str] = frozenset()
+    fields: SamplingFields,
+    parsed: dict[str, Any],
+    others: Container[str] = frozenset(),
+    features: Mapping[str, Feature] = FEATURES,
 ) -> list[Asked]:
     """Return the features that the fields request. Fields in neither `fields` nor `others` are unknown."""
-    present = {name: getattr(fields, name) for name in SAMPLING if name in parsed}
-    asked = [
-        Asked(Feature(name), name)
-        for name, value in present.items()
-        if value is not None and value != NEUTRAL.get(name)
-    ]
-    asked += [Asked(Feature(name), name) for name in OTHER_FEATURES if getattr(fields, name)]
-    if fields.n is not None and fields.n > 1:
-        asked.append(Asked(Feature.CHOICES, "n"))
-    unknown = [name for name in unknown_fields(parsed, type(fields)) if name not in others]
-    return asked + [Asked(Feature.UNKNOWN, name) for name in unknown if parsed[name] is not None]
-
-
-def _sampling(fields: SamplingFields) -> Sampling:
-    values = {name: getattr(fields, name) for name in SAMPLING}
-    if fields.top_k == -1:
-        values["top_k"] = 0  # Some clients send -1 for no limit.
-    return Sampling(**values, logit_bias=_biases(fields.logit_bias or {}))
+    asked = []
+    for name, feature in features.items():
+        value = getattr(fields, name)
+        if value is not None and value != NEUTRAL.get(name):
+            asked.append(Asked(feature, name))
+    if unknown := unknown_fields(parsed, type(fields)):
+        asked += [Asked(Feature.UNKNOWN, name) for name in unknown if name not in others]
+    return asked
 
 
 def _biases(wire: dict[str, float]) -> dict[int, float]:
@@ -211,10 +218,6 @@ def format_reset(seconds: float) -> str:
     return f"{minutes:.0f}m{rest:g}s" if minutes else f"{rest:g}s"
 
 
-def encode_frame(payload: object) -> bytes:
-    return b"data: " + msgspec.json.encode(payload) + b"\n\n"
-
-
 class StreamEncoder(ABC):
     """Encodes one frame per delta. Plain text, the common case, is inserted into a prepared frame."""
 
@@ -231,16 +234,23 @@ class StreamEncoder(ABC):
 
     @abstractmethod
     def _frame(self, choice: int, event: Event) -> bytes:
-        """Encode an event; return no bytes for an event that this API does not show."""
+        """Encode an event other than plain text; return no bytes for an event that this API does not show."""
 
     def feed(self, choice: int, events: Sequence[Event]) -> bytes:
-        if self._plain:
-            if len(events) == 1 and type(events[0]) is TextDelta:
-                return self._text_frames(choice, [events[0].text]) if events[0].text else b""
-            texts = [event.text for event in events if type(event) is TextDelta and event.text]
-            if len(texts) == len(events):
-                return self._text_frames(choice, texts)
-        return b"".join(self._frame(choice, event) for event in events)
+        frames: list[bytes] = []
+        texts: list[str] = []
+        for event in events:
+            if self._plain and type(event) is TextDelta:
+                if event.text:
+                    texts.append(event.text)
+                continue
+            if texts:
+                frames.append(self._text_frames(choice, texts))
+                texts = []
+            frames.append(self._frame(choice, event))
+        if texts:
+            frames.append(self._text_frames(choice, texts))
+        return b"".join(frames)
 
     def _text_frames(self, choice: int, texts: list[str]) -> bytes:
         head, between, tail = self._templates.get(choice) or self._build_template(choice)
@@ -249,18 +259,18 @@ class StreamEncoder(ABC):
     def _build_template(self, choice: int) -> tuple[bytes, bytes, bytes]:
         """Return the bytes before the first text, between two texts and after the last, including quotes."""
         placeholder = "\x00text\x00"
-        head, tail = self._chunk(self._text(choice, placeholder)).split(msgspec.json.encode(placeholder)[1:-1])
+        head, tail = self._chunk([self._text(choice, placeholder)]).split(msgspec.json.encode(placeholder)[1:-1])
         self._templates[choice] = head, tail + head, tail
         return self._templates[choice]
 
-    def _chunk(self, entry: dict[str, Any]) -> bytes:
-        chunk = {**self._header, "choices": [entry]}
-        return encode_frame({**chunk, "usage": None} if self._with_usage else chunk)
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        chunk = {**self._header, "choices": choices}
+        if self._with_usage:
+            chunk["usage"] = usage
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
     def end(self) -> bytes:
-        if not self._with_usage:
-            return DONE
-        return encode_frame({**self._header, "choices": [], "usage": encode_usage(total_usage(self._usages))}) + DONE
+        return (self._chunk([], encode_usage(total_usage(self._usages))) if self._with_usage else b"") + DONE
 
     def fail(self, error: DragomanError) -> bytes:
-        return encode_frame(encode_openai_error(error))
+        return b"data: " + msgspec.json.encode(encode_openai_error(error)) + b"\n\n"

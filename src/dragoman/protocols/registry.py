@@ -23,13 +23,13 @@ from dragoman.core.errors import DragomanError
 from dragoman.core.events import Event
 from dragoman.core.reply import RateLimitState, Reply
 from dragoman.core.request import GenerationRequest
-from dragoman.protocols import errors, openai
+from dragoman.protocols import completions, errors, openai
 from dragoman.protocols.chat import client as chat_client
 from dragoman.protocols.chat import server as chat
-from dragoman.protocols.completions import server as completions
 from dragoman.protocols.messages import client as messages_client
 from dragoman.protocols.messages import server as messages
 from dragoman.protocols.responses import client as responses_client
+from dragoman.protocols.responses.encoder import ResponseEncoding
 
 
 class Encoder(Protocol):
@@ -88,16 +88,6 @@ def family(path: str, headers: Mapping[bytes, bytes]) -> Family:
     return ANTHROPIC if is_messages or b"anthropic-version" in headers else OPENAI
 
 
-class ReplyEncoding(Protocol):
-    """Encodes a reply as a stream or as a whole: a `ServerProtocol`, or an object made for one request."""
-
-    @property
-    def encoder(self) -> Callable[[GenerationRequest, int], Encoder]: ...
-
-    @property
-    def encode_reply(self) -> Callable[[GenerationRequest, int, Reply], dict[str, Any]]: ...
-
-
 @dataclass(frozen=True)
 class ServerProtocol:
     """The server side of a protocol.
@@ -114,6 +104,8 @@ class ServerProtocol:
     family: Family = OPENAI
 
 
+ReplyEncoding = ServerProtocol | ResponseEncoding
+"""Encodes a reply as a stream or as a whole."""
 PROTOCOLS = {
     "chat": ServerProtocol("chatcmpl-", chat.decode, chat.ChatEncoder, chat.encode_reply),
     "completions": ServerProtocol("cmpl-", completions.decode, completions.CompletionEncoder, completions.encode_reply),
@@ -124,4 +116,4 @@ PROTOCOLS = {
 CLIENT_PROTOCOLS = {
     protocol.name: protocol for protocol in (chat_client.PROTOCOL, messages_client.PROTOCOL, responses_client.PROTOCOL)
 }
-"""Protocols for conversations, in the order in which they are tried. For raw prompts there is `completions.client`."""
+"""Protocols for conversations, in the order in which they are tried. Raw prompts have `chat_client.COMPLETIONS`."""

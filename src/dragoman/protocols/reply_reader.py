@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from dragoman.core.errors import DECODE_ERRORS, BadAnswer, MalformedToolCall, StreamCutOff
+from dragoman.core.errors import BadAnswer, MalformedToolCall, StreamCutOff
 from dragoman.core.events import (
     Event,
     Finished,
@@ -38,6 +38,7 @@ from dragoman.core.events import (
 )
 from dragoman.core.request import GenerationRequest, ToolCall
 from dragoman.protocols.errors import error_from_frame
+from dragoman.protocols.json_body import is_object
 from dragoman.protocols.reply_fields import parse, replace_surrogates, text_of
 from dragoman.protocols.sse import SseFrame
 
@@ -56,16 +57,6 @@ FAILURE_REASONS = frozenset({"error", "abort", "aborted", "cancelled", "insuffic
 
 def new_id() -> str:
     return f"call_{secrets.token_hex(12)}"
-
-
-def is_object(text: str) -> bool:
-    if not text.rstrip().endswith("}"):
-        return False
-    try:
-        msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    except DECODE_ERRORS:
-        return False
-    return True
 
 
 class _Call:

@@ -80,9 +80,3 @@ def common_fields(request: GenerationRequest, stream: bool) -> dict[str, Any]:
         **sampling_fields(request.sampling),
         **request.labels,
     }
-
-
-def completion_fields(request: GenerationRequest, stream: bool) -> dict[str, Any]:
-    """Encode the fields that chat completions and completions share."""
-    options = {"include_usage": True} if stream else None
-    return {**common_fields(request, stream), "max_tokens": request.max_tokens, "stream_options": options}

@@ -82,9 +82,7 @@ def decode(parsed: dict[str, Any], asked: list[Asked]) -> Constraint | None:
     asked += [Asked(Feature.STRUCTURAL_TAG, path) for path in tags if json_body.get_path(parsed, path) is not None]
     outputs = parsed.get("structured_outputs") or {}
     unknown = json_body.unknown_fields(outputs, StructuredOutputs)
-    asked += [
-        Asked(Feature.UNKNOWN, f"structured_outputs.{name}") for name in unknown if outputs[name] not in (None, False)
-    ]
+    asked += [Asked(Feature.UNKNOWN, f"structured_outputs.{name}") for name in unknown if outputs[name] is not False]
     if len(constraints) > 1:
         first, second = list(constraints)[:2]
         raise BadRequest(f"{second}: only one output format is allowed, and {first} already sets it", param=second)
@@ -97,18 +95,11 @@ def _schema(value: Any, path: str) -> Constraint:
 
 
 DECODERS: dict[str, Callable[[Any, str], Constraint]] = {
-    "json_schema": _schema,
-    "guided_json": _schema,
-    "structured_outputs.json": _schema,
+    **dict.fromkeys(("json_schema", "guided_json", "structured_outputs.json"), _schema),
     "structured_outputs.json_object": lambda value, path: JsonObject(),
-    "guided_choice": lambda value, path: OneOf(tuple(value)),
-    "structured_outputs.choice": lambda value, path: OneOf(tuple(value)),
-    "guided_regex": lambda value, path: Regex(value),
-    "structured_outputs.regex": lambda value, path: Regex(value),
-    "regex": lambda value, path: Regex(value),
-    "guided_grammar": lambda value, path: Grammar(value),
-    "structured_outputs.grammar": lambda value, path: Grammar(value),
-    "grammar": lambda value, path: Grammar(value),
+    **dict.fromkeys(("guided_choice", "structured_outputs.choice"), lambda value, path: OneOf(tuple(value))),
+    **dict.fromkeys(("guided_regex", "structured_outputs.regex", "regex"), lambda value, path: Regex(value)),
+    **dict.fromkeys(("guided_grammar", "structured_outputs.grammar", "grammar"), lambda value, path: Grammar(value)),
 }
 
 

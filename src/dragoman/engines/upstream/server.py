@@ -43,7 +43,7 @@ from dragoman.core.request import GenerationRequest, Sampling, Thinking
 from dragoman.core.urls import find_secrets, redact_secrets, remove_credentials
 from dragoman.engines.upstream.options import ServerOptions, UpstreamOptions
 from dragoman.protocols import request_fields
-from dragoman.protocols.completions import client as completions
+from dragoman.protocols.chat.client import COMPLETIONS
 from dragoman.protocols.registry import CLIENT_PROTOCOLS
 from dragoman.protocols.reply_reader import ClientProtocol
 
@@ -202,7 +202,7 @@ class UpstreamServer:
     def _build_attempts(self, request: GenerationRequest, rejected: set[str]) -> list[Attempt]:
         """One attempt for each protocol that can express the request."""
         if request.prompts:
-            return [self._build_attempt(completions.PROTOCOL, request, rejected)]
+            return [self._build_attempt(COMPLETIONS, request, rejected)]
         attempts: list[Attempt] = []
         first_error: NotSupported | None = None
         for name in self.planner.protocol_names():

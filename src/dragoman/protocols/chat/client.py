@@ -1,4 +1,4 @@
-"""Client side of chat completions: encodes requests and decodes replies.
+"""Client side of chat completions and of completions: encodes requests and decodes replies.
 
     stream := chunk* "[DONE]"?
     chunk  := {choices: [{delta, finish_reason}], usage?} | error
@@ -7,7 +7,8 @@ Rules
 1. A request asks for one choice, and only choice 0 is read.
 2. The finish reason comes before the usage, so a reply is complete at `[DONE]` or at the end of the stream. A stream
    without a finish reason was cut off.
-3. A chunk may have a whole `message` or a `text` instead of a `delta`.
+3. A chunk may have a whole `message` or, as in completions, a `text` instead of a `delta`.
+4. `echo` is not sent with a completion: the caller already has the prompt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,11 +46,14 @@ SUPPORTED_FIELDS = request_fields.SAMPLING | {
     # Without `metadata`: OpenAI accepts it only for stored replies.
     *("user", "prompt_cache_key", "safety_identifier", "service_tier"),
 }
+COMPLETION_FIELDS = request_fields.SAMPLING | {
+    *("prompts", "suffix", "stop", "stop_token_ids", "ignore_eos", "logprobs", "user")
+}
 
 
 def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
     body: dict[str, Any] = {
-        **request_fields.completion_fields(request, stream),
+        **_common_fields(request, stream),
         "messages": [encoded for message in request.messages for encoded in _messages(message)],
         "tools": [_tool(tool) for tool in request.tools] or None,
         "documents": [dict(document) for document in request.documents] or None,
@@ -59,6 +63,26 @@ def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
         **_logprobs(request.logprobs),
     }
     return without_nulls(body)
+
+
+def encode_completion(request: GenerationRequest, stream: bool) -> dict[str, Any]:
+    prompt = request.prompt
+    body: dict[str, Any] = {
+        **_common_fields(request, stream),
+        "prompt": prompt if isinstance(prompt, str) else list(prompt or ()),
+        "suffix": request.suffix,
+        "logprobs": None if request.logprobs is None else request.logprobs.top,
+    }
+    return without_nulls(body)
+
+
+def _common_fields(request: GenerationRequest, stream: bool) -> dict[str, Any]:
+    options = {"include_usage": True} if stream else None
+    return {
+        **request_fields.common_fields(request, stream),
+        "max_tokens": request.max_tokens,
+        "stream_options": options,
+    }
 
 
 def _messages(message: Message) -> list[dict[str, Any]]:
@@ -232,3 +256,4 @@ def _first_choice(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 PROTOCOL = ClientProtocol("chat", "/chat/completions", SUPPORTED_FIELDS, encode, ChatReader)
+COMPLETIONS = ClientProtocol("completions", "/completions", COMPLETION_FIELDS, encode_completion, ChatReader)

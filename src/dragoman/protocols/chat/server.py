@@ -92,44 +92,52 @@ class ChatFields(openai.SamplingFields, frozen=True, kw_only=True):
     safety_identifier: str | None = None
 
 
+LEGACY_TOOLS = Asked(Feature.TOOLS, "functions")
+"""Asked for by a request whose reply must report calls as `function_call`."""
+FEATURES = openai.FEATURES | {name: Feature(name) for name in ("logprobs", "documents", "store")}
 OTHER_FIELDS = tools.FIELDS | response_format.FIELDS | thinking.FIELDS
+"""Fields that other modules decode."""
 
 
 def decode(body: bytes) -> GenerationRequest:
     parsed = json_body.parse(body)
     fields = json_body.convert(parsed, ChatFields)
-    _check(fields)
-    asked = [Asked(Feature.CHAT, "messages"), *openai.requested_features(fields, parsed, OTHER_FIELDS)]
-    messages = [_message(message, f"messages[{at}]", asked) for at, message in enumerate(fields.messages)]
-    asked += [Asked(Feature(name), name) for name in ("logprobs", "documents", "store") if getattr(fields, name)]
-    if fields.service_tier not in (None, "auto", "default"):
-        asked.append(Asked(Feature.SERVICE_TIER, "service_tier"))
-    offered, choice = tools.decode(parsed, asked)
-    options = fields.stream_options or openai.ChatStreamOptions()
-    return GenerationRequest(
-        **openai.decode_common(fields),
-        messages=tuple(messages),
-        tools=offered,
-        tool_choice=choice,
-        constraint=response_format.decode(parsed, asked),
-        thinking=thinking.decode(parsed, asked),
-        documents=tuple(fields.documents or ()),
-        template_options=_template_options(parsed.get("chat_template_kwargs"), asked),
-        max_tokens=fields.max_completion_tokens or fields.max_tokens,
-        logprobs=Logprobs(fields.top_logprobs or 0) if fields.logprobs else None,
-        choices=fields.n or 1,
-        delivery=Delivery(stream=bool(fields.stream), usage=bool(options.include_usage)),
-        asked=tuple(asked),
-    )
-
-
-def _check(fields: ChatFields) -> None:
     if not fields.messages:
         raise BadRequest("messages: at least one message is needed", param="messages")
     if fields.chat_template is not None:
         raise BadRequest("chat_template: not accepted; the model's own template is used", param="chat_template")
     if fields.top_logprobs is not None and not fields.logprobs:
         raise BadRequest("top_logprobs: requires logprobs: true", param="top_logprobs")
+    asked = [Asked(Feature.CHAT, "messages"), *openai.requested_features(fields, parsed, OTHER_FIELDS, FEATURES)]
+    messages = [_message(message, f"messages[{at}]", asked) for at, message in enumerate(fields.messages)]
+    if fields.service_tier not in (None, "auto", "default"):
+        asked.append(Asked(Feature.SERVICE_TIER, "service_tier"))
+    others = {} if parsed.keys().isdisjoint(OTHER_FIELDS) else _decode_others(parsed, asked)
+    options = fields.stream_options
+    return GenerationRequest(
+        **openai.decode_common(fields),
+        **others,
+        messages=tuple(messages),
+        documents=tuple(fields.documents or ()),
+        max_tokens=fields.max_completion_tokens or fields.max_tokens,
+        logprobs=Logprobs(fields.top_logprobs or 0) if fields.logprobs else None,
+        choices=fields.n or 1,
+        delivery=Delivery(stream=bool(fields.stream), usage=bool(options and options.include_usage)),
+        asked=tuple(asked),
+    )
+
+
+def _decode_others(parsed: dict[str, Any], asked: list[Asked]) -> dict[str, Any]:
+    """Decode `OTHER_FIELDS`, as arguments of a `GenerationRequest`."""
+    offered, choice = tools.decode(parsed, asked)
+    options = parsed.get("chat_template_kwargs")
+    return {
+        "tools": offered,
+        "tool_choice": choice,
+        "constraint": response_format.decode(parsed, asked),
+        "thinking": thinking.decode(parsed, asked),
+        "template_options": _template_options(options, asked) if options else {},
+    }
 
 
 def _message(field: ChatMessage, path: str, asked: list[Asked]) -> Message:
@@ -174,10 +182,8 @@ def _call(call_id: str, function: CalledFunction) -> ToolCall:
     return ToolCall(call_id, function.name, text)
 
 
-def _template_options(field: dict[str, Any] | None, asked: list[Asked]) -> dict[str, Any]:
+def _template_options(field: dict[str, Any], asked: list[Asked]) -> dict[str, Any]:
     """Return the template variables that `thinking` does not handle."""
-    if field is None:
-        return {}
     known = thinking.TemplateSwitches.__struct_fields__
     options = {name: value for name, value in field.items() if name not in known and value is not None}
     if len(options) > MAX_TEMPLATE_OPTIONS:
@@ -199,73 +205,65 @@ class ChatEncoder(openai.StreamEncoder):
         super().__init__(request, created, "chat.completion.chunk")
         self._calls: dict[int, int] = {}
         """The index of the last call of each choice."""
-        self._with_text: set[int] = set()
-        """Choices that have text."""
-        self._interrupted: set[int] = set()
-        """Choices with text that was followed by reasoning or a call."""
-        self._legacy = tools.is_legacy(request)
+        self._interrupted: dict[int, bool] = {}
+        """Choices that have text: whether reasoning or a call followed the last text."""
+        self._legacy = LEGACY_TOOLS in request.asked
 
     def _text(self, choice: int, text: str) -> dict[str, Any]:
-        return _entry(choice, {"content": text})
+        return {"index": choice, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
 
     def _text_frames(self, choice: int, texts: list[str]) -> bytes:
-        self._with_text.add(choice)
-        return super()._text_frames(choice, [self._separator(choice), *texts] if choice in self._interrupted else texts)
-
-    def _interrupt(self, choice: int) -> None:
-        if choice in self._with_text:
-            self._interrupted.add(choice)
-
-    def _separator(self, choice: int) -> str:
-        """Return the separator between the next text and an earlier one, if anything came between them."""
-        if choice not in self._interrupted:
-            return ""
-        self._interrupted.remove(choice)
-        return BETWEEN_TEXTS
+        if self._interrupted.get(choice):
+            texts = [BETWEEN_TEXTS, *texts]
+        self._interrupted[choice] = False
+        return super()._text_frames(choice, texts)
 
     def _frame(self, choice: int, event: Event) -> bytes:
-        if isinstance(event, TextDelta):
-            if self._plain:
-                return self._text_frames(choice, [event.text]) if event.text else b""
-            if not event.text and not event.logprobs:
-                return b""
-            text = event.text
-            if text:
-                self._with_text.add(choice)
-                text = self._separator(choice) + text
-            return self._chunk(_entry(choice, {"content": text}, _logprobs(event.logprobs)))
+        logprobs = reason = None
         if isinstance(event, Started):
-            return self._chunk(_entry(choice, {"role": "assistant", "content": ""}))
-        if isinstance(event, ReasoningDelta):
+            delta: dict[str, Any] | None = {"role": "assistant", "content": ""}
+        elif isinstance(event, Finished):
+            self._usages.append(event.usage or Usage())
+            delta, reason = {}, _finish_reason(event.reason, self._legacy)
+        elif isinstance(event, TextDelta):
+            delta, logprobs = self._text_delta(choice, event), _logprobs(event.logprobs)
+        elif isinstance(event, ReasoningDelta):
             if not event.text:
                 return b""
             self._interrupt(choice)
-            return self._chunk(_entry(choice, {"reasoning_content": event.text, "reasoning": event.text}))
+            delta = {"reasoning_content": event.text, "reasoning": event.text}
+        else:
+            delta = self._call_delta(choice, event)
+        if delta is None:
+            return b""
+        return self._chunk([{"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
+
+    def _text_delta(self, choice: int, event: TextDelta) -> dict[str, Any] | None:
+        if not event.text:
+            return {"content": ""} if event.logprobs else None
+        separator = BETWEEN_TEXTS if self._interrupted.get(choice) else ""
+        self._interrupted[choice] = False
+        return {"content": separator + event.text}
+
+    def _interrupt(self, choice: int) -> None:
+        if choice in self._interrupted:
+            self._interrupted[choice] = True
+
+    def _call_delta(self, choice: int, event: ToolCallStart | ToolCallDelta) -> dict[str, Any] | None:
+        """Encode a piece of a call; only the first piece has an id and a name."""
         if isinstance(event, ToolCallStart):
             self._interrupt(choice)
             self._calls[choice] = self._calls.get(choice, -1) + 1
-            return self._call_frame(choice, {"name": event.name, "arguments": ""}, event.id)
-        if isinstance(event, ToolCallDelta):
-            return self._call_frame(choice, {"arguments": event.arguments}) if event.arguments else b""
-        if isinstance(event, Finished):
-            self._usages.append(event.usage or Usage())
-            return self._chunk(_entry(choice, {}, finish_reason=_finish_reason(event.reason, self._legacy)))
-        return b""
-
-    def _call_frame(self, choice: int, function: dict[str, str], call_id: str | None = None) -> bytes:
-        """Encode a piece of the current call; only the first piece has an id."""
+            opening, function = {"id": event.id, "type": "function"}, {"name": event.name, "arguments": ""}
+        elif event.arguments:
+            opening, function = {}, {"arguments": event.arguments}
+        else:
+            return None
         index = self._calls[choice]
         if self._legacy:
             # `function_call` holds one call, and such a request allows only one.
-            return self._chunk(_entry(choice, {"function_call": function})) if index == 0 else b""
-        opening = {} if call_id is None else {"id": call_id, "type": "function"}
-        return self._chunk(_entry(choice, {"tool_calls": [{"index": index, **opening, "function": function}]}))
-
-
-def _entry(
-    choice: int, delta: dict[str, Any], logprobs: object = None, finish_reason: str | None = None
-) -> dict[str, Any]:
-    return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+            return {"function_call": function} if index == 0 else None
+        return {"tool_calls": [{"index": index, **opening, "function": function}]}
 
 
 def _logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
@@ -277,23 +275,22 @@ def _finish_reason(reason: FinishReason, legacy: bool) -> str:
 
 
 def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict[str, Any]:
-    legacy = tools.is_legacy(request)
+    legacy = LEGACY_TOOLS in request.asked
     return {
         "id": request.id,
         "object": "chat.completion",
         "created": created,
         "model": request.model,
-        "choices": [_choice(choice, legacy) for choice in reply.choices],
+        "choices": [
+            {
+                "index": choice.index,
+                "message": _reply_message(choice, legacy),
+                "logprobs": _logprobs(choice.logprobs),
+                "finish_reason": _finish_reason(choice.reason, legacy),
+            }
+            for choice in reply.choices
+        ],
         "usage": openai.encode_usage(reply.usage),
-    }
-
-
-def _choice(choice: Choice, legacy: bool) -> dict[str, Any]:
-    return {
-        "index": choice.index,
-        "message": _reply_message(choice, legacy),
-        "logprobs": _logprobs(choice.logprobs),
-        "finish_reason": _finish_reason(choice.reason, legacy),
     }
 
 

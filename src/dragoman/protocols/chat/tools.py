@@ -5,7 +5,7 @@
                  | {type: allowed_tools, allowed_tools: {mode: auto | required, tools: ({function: {name}})*}}
 
 `functions` and `function_call` are the older fields for the same. A request that uses only those gets its reply in the
-older form: see `is_legacy`. Tools of other types are valid but unsupported.
+older form: see `LEGACY_TOOLS` in `server.py`. Tools of other types are valid but unsupported.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import msgspec
 
 from dragoman.core.errors import BadRequest, quote
 from dragoman.core.features import Feature
-from dragoman.core.request import Asked, GenerationRequest, Tool, ToolChoice
+from dragoman.core.request import Asked, Tool, ToolChoice
 from dragoman.protocols import json_body
 from dragoman.protocols.tools import check_count, decode_tool, duplicate_error, no_tools_error
 
@@ -36,17 +36,14 @@ class NamedFunction(msgspec.Struct, frozen=True):
     name: str
 
 
-class NamedTool(msgspec.Struct, frozen=True):
-    function: NamedFunction | None = None
-    type: str = "function"
-
-
 class AllowedTools(msgspec.Struct, frozen=True):
-    tools: list[NamedTool]
+    tools: "list[ChatToolChoice]"
     mode: Literal["auto", "required"] = "auto"
 
 
 class ChatToolChoice(msgspec.Struct, frozen=True):
+    """A tool, or several if the type is `allowed_tools`."""
+
     type: str = "function"
     function: NamedFunction | None = None
     allowed_tools: AllowedTools | None = None
@@ -65,8 +62,6 @@ FIELDS = frozenset(ToolFields.__struct_fields__)
 
 def decode(parsed: dict[str, Any], asked: list[Asked]) -> tuple[tuple[Tool, ...], ToolChoice]:
     """Return the tools that the choice allows, and the choice."""
-    if parsed.keys().isdisjoint(FIELDS):
-        return (), ToolChoice()
     fields = json_body.convert(parsed, ToolFields)
     asked_before = len(asked)
     if fields.tools or fields.functions:
@@ -87,11 +82,6 @@ def decode(parsed: dict[str, Any], asked: list[Asked]) -> tuple[tuple[Tool, ...]
         if choice.mode == "named" and choice.name not in allowed:
             raise BadRequest(f"{path}: no tool named {quote(choice.name)}", param=path)
     return tuple(allowed.values()), choice
-
-
-def is_legacy(request: GenerationRequest) -> bool:
-    """Whether the reply must report calls as `function_call`."""
-    return "functions" in [asked.param for asked in request.asked]
 
 
 def _functions(fields: ToolFields, asked: list[Asked]) -> Iterator[tuple[str, FunctionField]]:

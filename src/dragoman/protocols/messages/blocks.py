@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dragoman.core.errors import DECODE_ERRORS, BadRequest, quote
+from dragoman.core.errors import BadRequest, quote
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked, Image, Part, Reasoning, Text, ToolCall, ToolResult
 from dragoman.protocols import json_body
@@ -143,11 +143,7 @@ def _encode_input(arguments: str) -> msgspec.Raw | dict[str, str]:
     """Return the JSON as the model wrote it, without decoding its values."""
     if not arguments.strip():
         return {}
-    try:
-        msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
-    except DECODE_ERRORS:
-        return {"INVALID_JSON": arguments}
-    return msgspec.Raw(arguments.encode())
+    return msgspec.Raw(arguments.encode()) if json_body.is_object(arguments) else {"INVALID_JSON": arguments}
 
 
 def decode(content: Content, path: str, asked: list[Asked], allowed: frozenset[str]) -> list[Part]:
@@ -285,10 +281,7 @@ DECODERS: dict[str, Decoder] = {
     "search_result": (SearchResultBlock, _search_result),
     "thinking": (ThinkingBlock, _thinking),
     "redacted_thinking": (RedactedThinkingBlock, lambda block, path, asked: Reasoning("", block.data)),
-    "tool_use": (
-        ToolUseBlock,
-        lambda block, path, asked: ToolCall(block.id, block.name, _json(block.input or {})),
-    ),
+    "tool_use": (ToolUseBlock, lambda block, path, asked: ToolCall(block.id, block.name, _json(block.input or {}))),
     "tool_result": (ToolResultBlock, _tool_result),
     "tool_reference": (OtherBlock, lambda block, path, asked: Text(str(block.tool_name))),
     "browser_state": (OtherBlock, lambda block, path, asked: _tagged("browser_state", _json({"tabs": block.tabs}))),

@@ -51,7 +51,7 @@ from dragoman.protocols import json_body, thinking
 from dragoman.protocols.errors import encode_anthropic_error
 from dragoman.protocols.messages import blocks, tools
 from dragoman.protocols.messages.tools import AnthropicToolChoice
-from dragoman.protocols.openai import Count, Int64, Probability, check_stop
+from dragoman.protocols.openai import NEUTRAL, Count, Int64, Probability, check_stop
 
 BILLING = "x-anthropic-billing-header:"
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -67,10 +67,7 @@ DELTAS = {
     "tool_use": ("input_json_delta", "partial_json"),
 }
 """The delta type of each block type, and the name of its text."""
-EMPTY_BLOCKS = {
-    "text": {"type": "text", "text": ""},
-    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
-}
+EMPTY_BLOCKS = {"text": {"type": "text", "text": ""}, "thinking": {"type": "thinking", "thinking": "", "signature": ""}}
 
 
 class AnthropicThinking(msgspec.Struct, frozen=True):
@@ -114,7 +111,7 @@ class MessagesFields(msgspec.Struct, frozen=True, kw_only=True):
 
 HARMLESS = frozenset({"metadata", "cache_control", "betas", "anthropic_version", "anthropic_beta", "thread"})
 """Unknown fields that do not affect the reply."""
-NEUTRAL: dict[str, Any] = {"service_tier": ("auto", "standard_only"), "speed": ("standard",), "mcp_servers": ([],)}
+NO_EFFECT: dict[str, Any] = {"service_tier": ("auto", "standard_only"), "speed": ("standard",), "mcp_servers": ([],)}
 """Values without effect of fields that are not supported."""
 
 
@@ -161,22 +158,18 @@ def decode_count(body: bytes) -> GenerationRequest:
 
 
 def _asked_fields(fields: MessagesFields, parsed: dict[str, Any]) -> list[Asked]:
-    values = {"temperature": fields.temperature, "top_p": fields.top_p, "top_k": fields.top_k, "seed": fields.seed}
-    asked = [
-        Asked(Feature(name), name)
-        for name, value in values.items()
-        if value is not None and (name, value) != ("top_p", 1)
-    ]
+    names = ("temperature", "top_p", "top_k", "seed")
+    asked = [Asked(Feature(name), name) for name in names if getattr(fields, name) not in (None, NEUTRAL.get(name))]
     if fields.stop_sequences:
         asked.append(Asked(Feature.STOP, "stop_sequences"))
     for name in json_body.unknown_fields(parsed, MessagesFields):
         value = parsed[name]
         if name == "context_management":
             value = _edits(value)
-        if value is not None and name not in HARMLESS and value not in NEUTRAL.get(name, ()):
+        if value is not None and name not in HARMLESS and value not in NO_EFFECT.get(name, ()):
             asked.append(Asked(Feature.UNKNOWN, name))
     config = parsed.get("output_config") or {}
-    unknown = [name for name in json_body.unknown_fields(config, OutputConfig) if config[name] is not None]
+    unknown = json_body.unknown_fields(config, OutputConfig)
     return asked + [Asked(Feature.UNKNOWN, f"output_config.{name}") for name in unknown]
 
 

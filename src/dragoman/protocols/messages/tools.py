@@ -1,14 +1,14 @@
 """Decodes the tools of a request and the tool choice.
 
 tool        := {name, input_schema, …}                            run by the client
-             | {type: one of DEFINITIONS, name, …}                run by the client, defined by Anthropic
+             | {type: bash_* | text_editor_* | …, name, …}        run by the client, defined by Anthropic
              | {type, …}                                          run by a server: unsupported, added to `asked`
 tool_choice := {type: auto | any | tool | none, name?, disable_parallel_tool_use?}
 
 The types of Anthropic's own tools are bash_*, text_editor_*, computer_* and memory_*, where * is the date of a version.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -59,7 +59,7 @@ def _tool(raw: dict[str, Any], path: str, asked: list[Asked]) -> Tool | None:
     field = json_body.convert(raw, AnthropicTool, path)
     description, schema = field.description, field.input_schema
     if field.type not in (None, "custom"):
-        definition = _find_definition(field.type or "", raw)
+        definition = _definition(field.type or "", raw)
         if definition is None:
             asked.append(Asked(Feature.SERVER_TOOLS, f"{path}.type"))
             return None
@@ -79,7 +79,11 @@ def _choice(
         return ToolChoice("none" if field.type == "none" else "auto", None, parallel)
     if field.type == "tool" and field.name is None:
         raise json_body.missing_field("tool_choice.name")
-    if _requires_server_tool(field, tools, raw):
+    if field.type == "any":
+        runs_on_server = bool(raw) and not tools
+    else:
+        runs_on_server = field.name not in tools and field.name in {tool.get("name") for tool in raw}
+    if runs_on_server:
         asked.append(Asked(Feature.SERVER_TOOLS, "tool_choice"))
         return ToolChoice("auto", None, parallel)
     asked.append(Asked(Feature.CONSTRAINT, "tool_choice"))
@@ -92,18 +96,17 @@ def _choice(
     return ToolChoice("named", field.name, parallel)
 
 
-def _requires_server_tool(field: AnthropicToolChoice, tools: dict[str, Tool], raw: list[dict[str, Any]]) -> bool:
-    """Whether the required tool exists but would run on a server."""
-    if field.type == "any":
-        return bool(raw) and not tools
-    return field.name not in tools and field.name in {tool.get("name") for tool in raw}
-
-
-def _find_definition(kind: str, field: Mapping[str, Any]) -> Definition | None:
+def _definition(kind: str, field: Mapping[str, Any]) -> Definition | None:
     """Return None for a tool that a server runs and for a set of tools."""
     if "_toolset_" in kind:
         return None
-    return next((define(kind, field) for prefix, define in DEFINITIONS.items() if kind.startswith(prefix)), None)
+    if kind.startswith("bash_"):
+        return BASH
+    if kind.startswith("memory_"):
+        return MEMORY
+    if kind.startswith("text_editor_"):
+        return _text_editor(kind)
+    return _computer(field) if kind.startswith("computer_") else None
 
 
 def _object(properties: Schema, *required: str) -> Schema:
@@ -122,14 +125,15 @@ def _integers(count: int) -> Schema:
     return {"type": "array", "items": {"type": "integer"}, "minItems": count, "maxItems": count}
 
 
-def _bash(kind: str, field: Mapping[str, Any]) -> Definition:
-    fields = {
-        "command": _string("The command to run. Required unless `restart` is set."),
-        "restart": {"type": "boolean", "description": "Restart the shell instead of running a command."},
-    }
-    return "Run a command in a bash shell that stays open between calls, and return its output.", _object(fields)
-
-
+BASH: Definition = (
+    "Run a command in a bash shell that stays open between calls, and return its output.",
+    _object(
+        {
+            "command": _string("The command to run. Required unless `restart` is set."),
+            "restart": {"type": "boolean", "description": "Restart the shell instead of running a command."},
+        }
+    ),
+)
 FILES: Schema = {
     "path": {"type": "string"},
     "view_range": _integers(2) | {"description": "For view: the first and the last line to show, -1 for the end."},
@@ -139,25 +143,22 @@ FILES: Schema = {
     "insert_line": {"type": "integer", "description": "For insert: the number of the line to insert after."},
     "insert_text": _string("For insert: the text to insert."),
 }
+PATHS = {"old_path": _string("For rename: the current path."), "new_path": _string("For rename: the new path.")}
+COMMANDS = ("view", "create", "str_replace", "insert")
+MEMORY: Definition = (
+    "Keep notes in files under /memories that outlive this conversation. Read them first, save what matters.",
+    _object({"command": _enum(*COMMANDS, "delete", "rename")} | FILES | PATHS, "command"),
+)
 OLD_EDITORS = ("text_editor_20241022", "text_editor_20250124")
 
 
-def _text_editor(kind: str, field: Mapping[str, Any]) -> Definition:
-    commands, files = ["view", "create", "str_replace", "insert"], FILES
+def _text_editor(kind: str) -> Definition:
+    commands, files = _enum(*COMMANDS), FILES
     if kind in OLD_EDITORS:
-        commands.append("undo_edit")
+        commands = _enum(*COMMANDS, "undo_edit")
         files = FILES | {"new_str": _string("For str_replace and insert: the new text.")}
         del files["insert_text"]
-    return "View, create and edit text files.", _object({"command": _enum(*commands)} | files, "command", "path")
-
-
-def _memory(kind: str, field: Mapping[str, Any]) -> Definition:
-    commands = _enum("view", "create", "str_replace", "insert", "delete", "rename")
-    paths = {"old_path": _string("For rename: the current path."), "new_path": _string("For rename: the new path.")}
-    description = (
-        "Keep notes in files under /memories that outlive this conversation. Read them first, save what matters."
-    )
-    return description, _object({"command": commands} | FILES | paths, "command")
+    return "View, create and edit text files.", _object({"command": commands} | files, "command", "path")
 
 
 ACTIONS = (
@@ -167,7 +168,7 @@ ACTIONS = (
 )
 
 
-def _computer(kind: str, field: Mapping[str, Any]) -> Definition:
+def _computer(field: Mapping[str, Any]) -> Definition:
     fields: Schema = {
         "action": _enum(*ACTIONS),
         "coordinate": _integers(2) | {"description": "Pixels from the left and from the top."},
@@ -182,11 +183,3 @@ def _computer(kind: str, field: Mapping[str, Any]) -> Definition:
     width, height = field.get("display_width_px"), field.get("display_height_px")
     size = f" The screen is {width} by {height} pixels." if width and height else ""
     return f"View the screen and use the mouse and keyboard of a computer.{size}", _object(fields, "action")
-
-
-DEFINITIONS: dict[str, Callable[[str, Mapping[str, Any]], Definition]] = {
-    "bash_": _bash,
-    "text_editor_": _text_editor,
-    "computer_": _computer,
-    "memory_": _memory,
-}

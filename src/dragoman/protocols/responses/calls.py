@@ -37,15 +37,6 @@ class ClientTool(msgspec.Struct, frozen=True):
     namespace: str | None = None
 
 
-ITEM_TYPES: dict[Kind, str] = {
-    "function": "function_call",
-    "custom": "custom_tool_call",
-    "local_shell": "local_shell_call",
-    "shell": "shell_call",
-    "apply_patch": "apply_patch_call",
-    "tool_search": "tool_search_call",
-}
-CALLS = {item_type: kind for kind, item_type in ITEM_TYPES.items()}
 PREFIXES: dict[Kind, str] = {
     "function": "fc_",
     "custom": "ctc_",
@@ -54,6 +45,8 @@ PREFIXES: dict[Kind, str] = {
     "apply_patch": "apc_",
     "tool_search": "tsc_",
 }
+ITEM_TYPES: dict[Kind, str] = {kind: f"{kind}_call" for kind in PREFIXES} | {"custom": "custom_tool_call"}
+CALLS = {item_type: kind for kind, item_type in ITEM_TYPES.items()}
 _STRING = {"type": "string"}
 _INTEGER = {"type": "integer"}
 _STRINGS = {"type": "array", "items": _STRING}
@@ -174,17 +167,10 @@ ENCODERS: dict[Kind, Callable[[str], dict[str, Any]]] = {
 
 _OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _MAX_OPENING = 64
-_TOKEN = re.compile(
-    r'(?P<plain>[^"\\]+)'
-    r"|\\u(?P<unit>[0-9a-fA-F]{4})"
-    r"|\\(?P<short>[^u])"
-    r'|(?P<end>")'
-    r"|(?P<part>\\(?:u[0-9a-fA-F]{0,3})?\Z)"
-    r"|(?P<odd>\\)",
-    re.DOTALL,
-)
+_CHARACTERS = re.compile(r'(?:[^"\\]+|\\u[0-9a-fA-F]{4}|\\[^u]|\\(?=u(?![0-9a-fA-F]{0,3}\Z)))*', re.DOTALL)
+"""Characters and complete escape sequences, up to the end of the string or an incomplete sequence."""
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|([^u]))", re.DOTALL)
 _SHORT = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
-_REPLACEMENT = "\ufffd"
 
 
 class TextExtractor:
@@ -194,10 +180,8 @@ class TextExtractor:
         self._prefix: list[str] | None = []
         """The arguments before the string; None once it has started."""
         self._may_start = True
-        self._escape = ""
-        """An incomplete escape sequence."""
-        self._high_surrogate: int | None = None
-        self._closed = False
+        self._rest = ""
+        """An incomplete escape sequence, or the end of the string and what follows."""
 
     def feed(self, arguments: str) -> str:
         """Return the next piece of the text."""
@@ -218,39 +202,23 @@ class TextExtractor:
         return "" if self._prefix is None else _parse_complete("".join(self._prefix))
 
     def _read(self, text: str) -> str:
-        if self._closed:
+        if self._rest.startswith('"'):
             return ""
-        out: list[str] = []
-        text, self._escape = self._escape + text, ""
-        for token in _TOKEN.finditer(text):
-            kind, found = token.lastgroup, token[token.lastgroup or 0]
-            if kind == "part":
-                self._escape = found
-                break
-            if kind == "end":
-                self._closed = True
-                break
-            if kind == "unit":
-                out.append(self._unit(int(found, 16)))
-                continue
-            out.append(self._flush_surrogate())
-            out.append(_SHORT.get(found, found) if kind == "short" else found)
-        return "".join(out)
+        text = self._rest + text
+        found = _CHARACTERS.match(text)
+        assert found is not None
+        characters, self._rest = found[0], text[found.end() :]
+        if "\\" not in characters:
+            return characters
+        decoded = _ESCAPE.sub(_decode_escape, characters)
+        if "\ud800" <= decoded[-1] <= "\udbff" and not self._rest.startswith('"'):
+            # The other half of the character may follow.
+            decoded, self._rest = decoded[:-1], characters[-6:] + self._rest
+        return decoded.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
-    def _unit(self, unit: int) -> str:
-        """Decode a UTF-16 unit. A high surrogate waits for the low one."""
-        if 0xDC00 <= unit < 0xE000:
-            high, self._high_surrogate = self._high_surrogate, None
-            return _REPLACEMENT if high is None else chr(0x10000 + ((high - 0xD800) << 10) + unit - 0xDC00)
-        replaced = self._flush_surrogate()
-        if 0xD800 <= unit < 0xDC00:
-            self._high_surrogate = unit
-            return replaced
-        return replaced + chr(unit)
 
-    def _flush_surrogate(self) -> str:
-        high, self._high_surrogate = self._high_surrogate, None
-        return "" if high is None else _REPLACEMENT
+def _decode_escape(found: re.Match[str]) -> str:
+    return chr(int(found[1], 16)) if found[1] else _SHORT.get(found[2], found[2])
 
 
 def _parse_complete(arguments: str) -> str:

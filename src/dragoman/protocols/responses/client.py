@@ -38,9 +38,7 @@ SUPPORTED_FIELDS = request_fields.SAMPLING | {
     *("user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier"),
 }
 ENCRYPTED = "reasoning.encrypted_content"
-END_EVENTS = {
-    *("response.completed", "response.incomplete", "response.done", "response.failed", "response.cancelled"),
-}
+END_EVENTS = {"response.completed", "response.incomplete", "response.done", "response.failed", "response.cancelled"}
 TEXT_EVENTS = {"response.output_text.delta", "response.refusal.delta"}
 REASONING_EVENTS = {
     "response.reasoning_text.delta": "text",

@@ -68,13 +68,10 @@ class ContentItem:
         self._logprobs: list[TokenLogprob] = []
         self._index = index
         self._encrypts = encrypts
-
-    @property
-    def delta_prefix(self) -> bytes:
-        """The frame of a text delta without logprobs up to the text."""
         name = f"response.{self.kind}.delta"
-        fields = {"type": name, **self._fields(logprobs=[])}
-        return b"event: %b\ndata: %b" % (name.encode(), msgspec.json.encode(fields)[:-1] + b',"delta":')
+        fields = msgspec.json.encode({"type": name, **self._fields(logprobs=[])})
+        self.delta_prefix = b"event: %b\ndata: %b" % (name.encode(), fields[:-1] + b',"delta":')
+        """The frame of a text delta of a message, without logprobs, up to the text."""
 
     def begin(self) -> Iterator[ItemEvent]:
         yield "response.output_item.added", {"output_index": self._index, "item": self._item("in_progress", [])}
@@ -111,8 +108,6 @@ class ContentItem:
 
 
 class CallItem:
-    is_message = False
-
     def __init__(self, tool: calls.ClientTool, call_id: str, id_suffix: str, index: int) -> None:
         self._tool = tool
         self._kind = tool.kind
@@ -176,10 +171,10 @@ class ResponseEncoding:
         self.clock = clock
         self.created = int(clock())
 
-    def encoder(self, request: GenerationRequest, created: int, /) -> "ResponseEncoder":
+    def encoder(self, request: GenerationRequest, created: int) -> "ResponseEncoder":
         return ResponseEncoder(self, request)
 
-    def encode_reply(self, request: GenerationRequest, created: int, reply: Reply, /) -> dict[str, Any]:
+    def encode_reply(self, request: GenerationRequest, created: int, reply: Reply) -> dict[str, Any]:
         encoder = ResponseEncoder(self, request)
         for event in _reply_events(reply.choices[0], reply.usage):
             for _ in encoder.item_events(event):
@@ -223,8 +218,8 @@ class ResponseEncoder:
         self._needs_message = True
         self._output: list[dict[str, Any]] = []
         self._open: ContentItem | CallItem | None = None
-        self._delta_prefix = b""
-        """The frame of a text delta of the open message up to the text."""
+        self._message: ContentItem | None = None
+        """The open item, if it is a message."""
         self._pending_logprobs: list[TokenLogprob] = []
         """Logprobs that arrived before their text."""
         self._finished = Finished()
@@ -233,35 +228,31 @@ class ResponseEncoder:
         return b"".join([self._encode(event) for event in events])
 
     def _encode(self, event: Event) -> bytes:
-        if type(event) is TextDelta and event.text and not event.logprobs and self._can_append:
+        message = self._message
+        if message is not None and type(event) is TextDelta and event.text and not event.logprobs:
             # By far the most common event.
-            assert isinstance(self._open, ContentItem)
-            self._open.pieces.append(event.text)
+            message.pieces.append(event.text)
             number = self._number
             self._number += 1
-            return self._delta_prefix + msgspec.json.encode(event.text) + b',"sequence_number":%d}\n\n' % number
+            return message.delta_prefix + msgspec.json.encode(event.text) + b',"sequence_number":%d}\n\n' % number
         return self._frames(self.item_events(event))
-
-    @property
-    def _can_append(self) -> bool:
-        """Whether a text without logprobs is just another delta of the open message."""
-        return self._open is not None and self._open.is_message and not self._pending_logprobs
 
     def item_events(self, event: Event) -> Iterator[ItemEvent]:
         if isinstance(event, TextDelta):
             yield from self._text(event)
         elif isinstance(event, ReasoningDelta):
             if event.text:
-                if not isinstance(self._open, ContentItem) or self._open.is_message:
+                if not isinstance(self._open, ContentItem) or self._message is not None:
                     yield from self._start_content(is_message=False)
                 yield from self._add(event.text)
-            if event.signature and isinstance(self._open, ContentItem) and not self._open.is_message:
+            if event.signature and isinstance(self._open, ContentItem) and self._message is None:
                 yield from self._close("completed")
         elif isinstance(event, ToolCallStart):
             tool = self._encoding.context.client_tools.get(event.name) or calls.ClientTool("function", event.name)
             yield from self._close("completed")
             self._needs_message = False
-            yield from self._start(CallItem(tool, event.id, self._id_suffix, len(self._output)))
+            self._open = CallItem(tool, event.id, self._id_suffix, len(self._output))
+            yield from self._open.begin()
         elif isinstance(event, ToolCallDelta):
             yield from self._add(event.arguments)
         elif isinstance(event, Started):
@@ -282,11 +273,10 @@ class ResponseEncoder:
         yield "response.in_progress", {"response": response}
 
     def _text(self, event: TextDelta) -> Iterator[ItemEvent]:
-        is_open = self._open is not None and self._open.is_message
-        if not event.text and not is_open:
+        if not event.text and self._message is None:
             self._pending_logprobs += event.logprobs
             return
-        if not is_open:
+        if self._message is None:
             yield from self._start_content(is_message=True)
         logprobs = (*self._pending_logprobs, *event.logprobs)
         self._pending_logprobs.clear()
@@ -299,21 +289,17 @@ class ResponseEncoder:
 
     def _start_content(self, is_message: bool) -> Iterator[ItemEvent]:
         yield from self._close("completed")
-        item = ContentItem(is_message, self._id_suffix, len(self._output), self._encoding.context.encrypts_reasoning)
+        encrypts = self._encoding.context.encrypts_reasoning
+        self._open = item = ContentItem(is_message, self._id_suffix, len(self._output), encrypts)
         if is_message:
-            self._needs_message = False
-            self._delta_prefix = item.delta_prefix
-        yield from self._start(item)
-
-    def _start(self, item: ContentItem | CallItem) -> Iterator[ItemEvent]:
-        self._open = item
-        return item.begin()
+            self._message, self._needs_message = item, False
+        yield from item.begin()
 
     def _add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[ItemEvent]:
         return iter(()) if self._open is None else self._open.add(text, logprobs)
 
     def _close(self, status: Status) -> Iterator[ItemEvent]:
-        item, self._open = self._open, None
+        item, self._open, self._message = self._open, None, None
         if item is not None:
             events = list(item.finish(status))
             self._output.append(events[-1][1]["item"])

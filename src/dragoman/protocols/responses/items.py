@@ -31,8 +31,8 @@ from dragoman.protocols.responses.calls import CALLS, PREFIXES, CallFields, Kind
 from dragoman.protocols.responses.tools import ToolSet
 
 Item = Mapping[str, Any]
-LocatedItem = tuple[str, dict[str, Any]]
-"""The path of an item in the request, and the item."""
+LocatedItem = tuple[str, str, dict[str, Any]]
+"""The path of an item in the request, its type, and the item."""
 MAX_ITEMS = 16_384
 PREFIX = "resp_"
 ENCRYPTED_PREFIX = "dgm1."
@@ -107,11 +107,17 @@ def kind_of(item: Item, path: str) -> str:
     return kind
 
 
-def check(items: Sequence[dict[str, Any]]) -> None:
-    """Check what applies to items of all types, before they are looked up or stored."""
-    check_count(len(items))
-    for at, item in enumerate(items):
-        json_body.convert(item, ItemId, f"input[{at}]")
+def locate(field: str | Sequence[dict[str, Any]]) -> list[LocatedItem]:
+    """Return the items of the input. Checks what applies to items of all types, before they are looked up or stored."""
+    if isinstance(field, str):
+        return [("input", "message", {"type": "message", "role": "user", "content": field})]
+    check_count(len(field))
+    located = []
+    for at, item in enumerate(field):
+        path = f"input[{at}]"
+        json_body.convert(item, ItemId, path)
+        located.append((path, kind_of(item, path), item))
+    return located
 
 
 def check_count(count: int) -> None:
@@ -120,15 +126,15 @@ def check_count(count: int) -> None:
 
 
 def tools_of(items: Sequence[LocatedItem]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    for path, item in items:
-        if kind_of(item, path) in WITH_TOOLS:
+    for path, kind, item in items:
+        if kind in WITH_TOOLS:
             yield f"{path}.tools", json_body.convert(item, OutputItem, path).tools or []
 
 
 def decode(items: Sequence[LocatedItem], toolset: ToolSet, asked: list[Asked]) -> tuple[Message, ...]:
     builder = _MessageBuilder(toolset, asked)
-    for path, item in items:
-        builder.read(kind_of(item, path), path, item)
+    for path, kind, item in items:
+        builder.read(kind, path, item)
     builder.end_turn()
     return tuple(builder.messages)
 
@@ -286,18 +292,13 @@ def _stored_item(item: Mapping[str, Any], suffix: str) -> dict[str, Any]:
         stored["status"] = item.get("status") or "completed"
     if kind == "reasoning":
         stored["summary"] = item.get("summary") or []
-    if kind == "message":
-        stored["content"] = _content(item)
+    content = item.get("content")
+    if kind == "message" and not isinstance(content, list):
+        part: dict[str, Any] = {"type": "input_text", "text": content or ""}
+        if item.get("role") == "assistant":
+            part |= {"type": "output_text", "annotations": [], "logprobs": []}
+        stored["content"] = [part]
     return stored
-
-
-def _content(message: Mapping[str, Any]) -> list[Any]:
-    content = message.get("content")
-    if isinstance(content, list):
-        return content
-    if message.get("role") == "assistant":
-        return [{"type": "output_text", "text": content or "", "annotations": [], "logprobs": []}]
-    return [{"type": "input_text", "text": content or ""}]
 
 
 class PageFields(msgspec.Struct, frozen=True):

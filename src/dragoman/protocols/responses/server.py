@@ -99,11 +99,16 @@ class ResponseFields(openai.SamplingFields, frozen=True, kw_only=True):
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """A parsed request and the ids of the stored items that it refers to."""
-
     parsed: dict[str, Any]
     fields: ResponseFields
-    references: tuple[str, ...] = ()
+    items: list[items.LocatedItem]
+    """The input, with references to stored items."""
+
+    @property
+    def references(self) -> list[str]:
+        """The ids of the stored items that the request refers to."""
+        ids = [item.get("id") for _, kind, item in self.items if kind == "item_reference"]
+        return [item_id for item_id in ids if isinstance(item_id, str)]
 
 
 class ResponseContext(msgspec.Struct, frozen=True):
@@ -127,11 +132,7 @@ def parse(body: bytes) -> ParsedRequest:
     parsed = json_body.parse(body)
     fields = json_body.convert(parsed, ResponseFields)
     _check_supported(fields)
-    sent = fields.input if isinstance(fields.input, list) else []
-    items.check(sent)
-    kinds = [items.kind_of(item, f"input[{at}]") for at, item in enumerate(sent)]
-    references = (item.get("id") for item, kind in zip(sent, kinds, strict=True) if kind == "item_reference")
-    return ParsedRequest(parsed, fields, tuple(item_id for item_id in references if isinstance(item_id, str)))
+    return ParsedRequest(parsed, fields, items.locate(() if fields.input is None else fields.input))
 
 
 def _check_supported(fields: ResponseFields) -> None:
@@ -158,8 +159,9 @@ def decode(
 ) -> ResponseRequest:
     """`earlier` are the input and output items of the previous response; `referenced` the stored items by id."""
     asked = [Asked(Feature.CHAT, "input"), *openai.requested_features(parsed_request.fields, parsed_request.parsed)]
-    sent = _input_items(parsed_request.fields, referenced or {}, asked)
-    located = [("previous_response_id", item) for item in earlier] + sent
+    sent = _resolve_references(parsed_request.items, referenced or {}, asked)
+    path = "previous_response_id"
+    located = [(path, items.kind_of(item, path), item) for item in earlier] + sent
     items.check_count(len(located))
     fields = _apply_updates(parsed_request.fields, sent)
     toolset = tools.decode(fields.tools or (), items.tools_of(located), asked)
@@ -184,7 +186,7 @@ def decode(
         delivery=Delivery(stream=bool(fields.stream), usage=True),
         asked=tuple(asked),
     )
-    return ResponseRequest(request, _response_context(parsed_request, toolset, [item for _, item in located]))
+    return ResponseRequest(request, _response_context(parsed_request, toolset, [item for _, _, item in located]))
 
 
 def _empty_input(asked: Sequence[Asked]) -> BadRequest:
@@ -196,21 +198,19 @@ def _empty_input(asked: Sequence[Asked]) -> BadRequest:
     return BadRequest(f"{path}: the input has no item with content for the model", param=path)
 
 
-def _input_items(
-    fields: ResponseFields, referenced: Mapping[str, dict[str, Any]], asked: list[Asked]
+def _resolve_references(
+    sent: Sequence[items.LocatedItem], referenced: Mapping[str, dict[str, Any]], asked: list[Asked]
 ) -> list[items.LocatedItem]:
-    """Return the items of the input with their paths, and stored items in place of references."""
-    if isinstance(fields.input, str):
-        return [("input", {"type": "message", "role": "user", "content": fields.input})]
+    """Return the items with stored items in place of references."""
     located: list[items.LocatedItem] = []
-    for at, item in enumerate(fields.input or ()):
-        path = f"input[{at}]"
-        if items.kind_of(item, path) != "item_reference":
-            located.append((path, item))
+    for path, kind, item in sent:
+        if kind != "item_reference":
+            located.append((path, kind, item))
             continue
         item_id = item.get("id")
         if isinstance(item_id, str) and item_id in referenced:
-            located.append((path, referenced[item_id]))
+            stored = referenced[item_id]
+            located.append((path, items.kind_of(stored, path), stored))
         elif isinstance(item_id, str) and item_id.startswith(REASONING_PREFIX):
             # A conversation can continue without old reasoning, but not without its messages.
             asked.append(Asked(Feature.ITEMS, path))
@@ -228,8 +228,8 @@ class ConfigurationUpdate(msgspec.Struct, frozen=True):
 
 
 def _apply_updates(fields: ResponseFields, sent: Sequence[items.LocatedItem]) -> ResponseFields:
-    for path, item in sent:
-        if items.kind_of(item, path) != items.UPDATE:
+    for path, kind, item in sent:
+        if kind != items.UPDATE:
             continue
         update = json_body.convert(item, ConfigurationUpdate, path)
         if update.reasoning is not None and update.reasoning.effort is not None:

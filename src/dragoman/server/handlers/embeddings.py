@@ -17,8 +17,8 @@ from dragoman.core.engine import EmbedFunction, call_engine
 from dragoman.core.errors import BadRequest, EngineFailed, NotSupported
 from dragoman.core.events import Usage
 from dragoman.core.features import Feature
-from dragoman.protocols.embeddings import server as wire_embeddings
-from dragoman.protocols.rerank import server as wire_rerank
+from dragoman.protocols import embeddings as wire_embeddings
+from dragoman.protocols import rerank as wire_rerank
 from dragoman.server.app import App
 from dragoman.server.auth.callers import Estimate, estimate_text_tokens
 from dragoman.server.handlers.generation import find_model

@@ -70,19 +70,23 @@ async def _describe(app: App, model: ServedModel) -> wire_models.ModelEntry:
     engine = model.host.engine
     known = model.info if engine is not None else await model.static_info()
     return wire_models.ModelEntry(
-        name=model.name,
+        id=model.name,
         created=app.created,
-        owner=model.info.owner,
-        context=known.context,
+        owned_by=model.info.owner,
+        state=_state(model),
+        max_model_len=known.context,
         format=known.format,
         device=None if engine is None else engine.device,
-        state=_state(model),
-        loading_seconds=model.host.loading_seconds,
+        loading_seconds=_round(model.host.loading_seconds),
         loading_progress=model.host.progress,
         architecture=None if model.found is None else model.found.architecture,
         size=None if model.found is None else model.found.size,
         quantization=None if model.found is None else model.found.quantisation,
     )
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 1)
 
 
 async def list_models(app: App, exchange: HttpExchange) -> None:
@@ -97,16 +101,14 @@ async def list_models(app: App, exchange: HttpExchange) -> None:
     if exchange.response.family is ANTHROPIC:
         await exchange.response.send_json(wire_models.encode_anthropic_models(listed, exchange.query()))
     else:
-        await exchange.response.send_json(
-            wire_models.encode_list([wire_models.encode_model(model) for model in listed])
-        )
+        await exchange.response.send_json(wire_models.encode_list(listed))
 
 
 async def one_model(app: App, exchange: HttpExchange) -> None:
     model = await app.model(exchange, exchange.path.removeprefix("/v1/models/"))
+    entry = await _describe(app, model)
     is_anthropic = exchange.response.family is ANTHROPIC
-    encode = wire_models.encode_anthropic_model if is_anthropic else wire_models.encode_model
-    await exchange.response.send_json(encode(await _describe(app, model)))
+    await exchange.response.send_json(wire_models.encode_anthropic_model(entry) if is_anthropic else entry)
 
 
 async def model_states(app: App, exchange: HttpExchange) -> None:
@@ -182,10 +184,10 @@ async def _describe_state(app: App, model: ServedModel) -> wire_models.ModelStat
         slots=host.admission.slots,
         running=host.admission.running,
         waiting=host.admission.waiting + host.waiting,
-        tokens_per_second=None if host.tokens_per_second is None else round(host.tokens_per_second, 1),
+        tokens_per_second=_round(host.tokens_per_second),
         keep_alive=None if residency.is_pinned or residency.keep_alive == math.inf else residency.keep_alive,
         idle_seconds=round(time.monotonic() - residency.idle_since, 1) if is_here and not residency.running else None,
-        loading_seconds=None if host.loading_seconds is None else round(host.loading_seconds, 1),
+        loading_seconds=_round(host.loading_seconds),
         loading_progress=host.progress,
         failure=host.failure,
     )

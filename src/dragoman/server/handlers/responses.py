@@ -77,8 +77,7 @@ async def _read_request(app: BaseApp, exchange: HttpExchange) -> wire.ResponseRe
     if exchange.weight > app.settings.limits.body_bytes:
         message = f"the conversation, including stored items, is larger than {app.settings.limits.body_bytes} bytes"
         raise TooLarge(message, param="input")
-    sent = body.fields.input
-    count = len(earlier) + (len(sent) if isinstance(sent, list) else 1)
+    count = len(earlier) + len(body.items)
     return await _run_maybe_in_thread(exchange, count, partial(_decode, body, earlier, referenced))
 
 

@@ -1,4 +1,4 @@
-"""Server side of OpenAI embeddings.
+"""OpenAI embeddings, in both directions.
 
 input := text | token ids | (text | token ids)+         each non-empty, at most 2,048
 """
@@ -10,11 +10,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dragoman.core.embeddings import MAX_INPUTS, Embedding, EmbeddingRequest, Input
-from dragoman.core.errors import BadRequest
+from dragoman.core.errors import BadAnswer, BadRequest
+from dragoman.core.events import Usage
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked
-from dragoman.protocols import json_body
+from dragoman.protocols import json_body, reply_fields
 from dragoman.protocols.openai import TokenIds
+
+PATH = "/embeddings"
 
 
 class EmbeddingFields(msgspec.Struct, frozen=True):
@@ -44,9 +47,7 @@ def input_path(request: EmbeddingRequest, at: int) -> str:
 
 
 def unknown_features(parsed: dict[str, Any], struct: type[msgspec.Struct]) -> tuple[Asked, ...]:
-    return tuple(
-        Asked(Feature.UNKNOWN, name) for name in json_body.unknown_fields(parsed, struct) if parsed[name] is not None
-    )
+    return tuple(Asked(Feature.UNKNOWN, name) for name in json_body.unknown_fields(parsed, struct))
 
 
 def _inputs(field: str | list[Any]) -> tuple[Input, ...]:
@@ -69,7 +70,7 @@ def encode_reply(request: EmbeddingRequest, embeddings: Sequence[Embedding]) -> 
     return {
         "object": "list",
         "data": [
-            {"object": "embedding", "index": at, "embedding": _vector(request, embedding)}
+            {"object": "embedding", "index": at, "embedding": _encode_vector(request, embedding)}
             for at, embedding in enumerate(embeddings)
         ],
         "model": request.model,
@@ -82,9 +83,41 @@ def encode_usage(embeddings: Sequence[Embedding]) -> dict[str, int]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-def _vector(request: EmbeddingRequest, embedding: Embedding) -> msgspec.Raw:
+def _encode_vector(request: EmbeddingRequest, embedding: Embedding) -> msgspec.Raw:
     """Encode to JSON here, in a worker thread, so that the event loop only copies the bytes of a long reply."""
     if request.dimensions is not None:
         embedding = embedding.cut(request.dimensions)
     encoded = base64.b64encode(embedding.vector).decode() if request.base64 else embedding.values
     return msgspec.Raw(msgspec.json.encode(encoded))
+
+
+def encode_request(request: EmbeddingRequest) -> dict[str, Any]:
+    return json_body.without_nulls(
+        {
+            "input": list(request.inputs) if request.listed else request.inputs[0],
+            "model": request.model or None,
+            "dimensions": request.dimensions,
+            "encoding_format": "base64" if request.base64 else None,
+        }
+    )
+
+
+def decode_reply(body: bytes, count: int) -> tuple[tuple[Embedding, ...], Usage]:
+    """Return the vectors in the order of the inputs, sorted by `index`."""
+    parsed = reply_fields.parse_object(body)
+    entries = [entry for entry in reply_fields.list_of(parsed.get("data")) if isinstance(entry, dict)]
+    if len(entries) != count:
+        raise BadAnswer(f"expected {count} embeddings, received {len(entries)}: {reply_fields.excerpt(body)!r}")
+    indexes = [entry.get("index") for entry in entries]
+    order = sorted(range(count), key=lambda at: index if isinstance(index := indexes[at], int) else at)
+    vectors = tuple(_decode_vector(entries[at].get("embedding")) for at in order)
+    return vectors, reply_fields.read_usage(parsed.get("usage")) or Usage()
+
+
+def _decode_vector(value: object) -> Embedding:
+    try:
+        if isinstance(value, str):
+            return Embedding.of(Embedding(base64.b64decode(value, validate=True)).values)
+        return Embedding.of(msgspec.convert(value, list[float]))
+    except ValueError as error:
+        raise BadAnswer(f"invalid embedding: {error}") from error

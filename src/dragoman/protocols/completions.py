@@ -153,8 +153,6 @@ class CompletionEncoder(openai.StreamEncoder):
         return {"text": text, "index": choice, "logprobs": None, "finish_reason": None}
 
     def _frame(self, choice: int, event: Event) -> bytes:
-        if self._plain and isinstance(event, TextDelta):
-            return self._text_frames(choice, [event.text]) if event.text else b""
         entry = self._text(choice, "")
         if isinstance(event, TextDelta):
             if not event.text and not event.tokens:
@@ -170,7 +168,7 @@ class CompletionEncoder(openai.StreamEncoder):
             entry["finish_reason"] = event.reason
         else:
             return b""
-        return self._chunk(entry)
+        return self._chunk([entry])
 
     def _encode_logprobs(self, choice: int, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         return self._logprobs.setdefault(choice, LegacyLogprobs()).encode(entries) if entries else None

@@ -11,7 +11,7 @@ import msgspec
 from dragoman.core.embeddings import MAX_INPUTS, Embedding, RerankRequest
 from dragoman.core.errors import BadRequest
 from dragoman.protocols import json_body
-from dragoman.protocols.embeddings.server import encode_usage, unknown_features
+from dragoman.protocols.embeddings import encode_usage, unknown_features
 
 
 class DocumentField(msgspec.Struct, frozen=True):

@@ -1,1 +1,0 @@
-"""Rerank, as defined by Cohere and Jina."""
