@@ -50,8 +50,9 @@ from dragoman.protocols.completions import client as completions
 from dragoman.protocols.embeddings import client as embeddings_client
 from dragoman.protocols.embeddings import server as embeddings_server
 from dragoman.protocols.errors import error_from_response
-from dragoman.protocols.registry import ANTHROPIC, CLIENT_PROTOCOLS, OPENAI
+from dragoman.protocols.registry import ANTHROPIC, CLIENT_PROTOCOLS
 from dragoman.protocols.request_fields import EMPTY_SCHEMA, used_fields
+from dragoman.protocols.wire_protocol import OPENAI
 from tests.client.replay import collect
 from tests.protocols.wire import collected, decode_body, encode_reply, encoder, recordings
 from tests.support.text_splits import cut_bytes, cuttings
