@@ -127,7 +127,7 @@ class Chat(WireProtocol):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nothing", "unknown protocol 'nothing'; protocols: none, or module:Name for your own"),
+        ("nothing", "unknown protocol 'nothing'; protocols: none, or module:Class for your own"),
         ("no_module:Mine", "protocol 'no_module:Mine' cannot be imported"),
         ("json:nothing", "protocol 'json:nothing': json has nothing called nothing"),
         ("json:dumps", "protocol 'json:dumps': it is not a subclass of WireProtocol"),

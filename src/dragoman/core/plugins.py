@@ -24,7 +24,7 @@ def find_plugin(kind: Kind, name: str, built_in: Mapping[str, str]) -> object:
         entry = next((entry for entry in installed if entry.name == name), None)
         if entry is None:
             known = ", ".join((*built_in, *sorted(installed.names - built_in.keys())))
-            raise ConfigError(f"unknown {kind} {name!r}; {kind}s: {known or 'none'}, or module:Name for your own")
+            raise ConfigError(f"unknown {kind} {name!r}; {kind}s: {known or 'none'}, or module:Class for your own")
         target = entry.value
     module_name, _, attribute = target.partition(":")
     try:
