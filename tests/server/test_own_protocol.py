@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,7 +19,7 @@ from dragoman.engines.scripted import ScriptedEngine
 from dragoman.server.preflight_checks import find_diagnostics
 from dragoman.server.routes import build_routes
 from dragoman.server.serve import serve
-from tests.support.server_process import Running, Serving
+from tests.support.server_process import Running, Serving, eventually
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-protocol.md"
 PROTOCOL = "complete_api:CompleteProtocol"
@@ -86,10 +87,15 @@ def test_failure_in_a_stream(server: Running) -> None:
 
 def test_keys_and_telemetry(server: Running) -> None:
     assert httpx.post(f"{server.url}/complete", json={"text": "hi"}, trust_env=False).status_code == 401
-    assert ask(server).status_code == 200
-    logged = [event for event in server.events() if event.get("route") == "POST /complete"]
-    assert logged[-1]["scope"] == "completions"
-    assert logged[-1]["completion_tokens"] > 0
+    request_id = ask(server).headers["x-request-id"]
+
+    def find_events() -> list[dict[str, Any]]:
+        return [event for event in server.events() if event.get("id") == request_id]
+
+    assert eventually(find_events)
+    (event,) = find_events()
+    assert (event["route"], event["scope"]) == ("POST /complete", "completions")
+    assert event["completion_tokens"] > 0
 
 
 def test_other_methods_are_refused(server: Running) -> None:
