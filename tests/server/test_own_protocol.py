@@ -19,7 +19,8 @@ from dragoman.engines.scripted import ScriptedEngine
 from dragoman.server.preflight_checks import find_diagnostics
 from dragoman.server.routes import build_routes
 from dragoman.server.serve import serve
-from tests.support.server_process import Running, Serving, eventually
+from tests.support.requests import eventually
+from tests.support.server_process import Running, Serving
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-protocol.md"
 PROTOCOL = "complete_api:CompleteProtocol"
@@ -92,7 +93,7 @@ def test_keys_and_telemetry(server: Running) -> None:
     def find_events() -> list[dict[str, Any]]:
         return [event for event in server.events() if event.get("id") == request_id]
 
-    assert eventually(find_events)
+    assert eventually(lambda: bool(find_events()))
     (event,) = find_events()
     assert (event["route"], event["scope"]) == ("POST /complete", "completions")
     assert event["completion_tokens"] > 0
