@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dragoman.client.sync_client import Client as Client
     from dragoman.core.engine import Engine as Engine
     from dragoman.core.engine import ModelInfo as ModelInfo
+    from dragoman.protocols.wire_protocol import WireProtocol as WireProtocol
     from dragoman.server.routes import create_app as create_app
     from dragoman.server.serve import serve as serve
 
@@ -21,12 +22,13 @@ PUBLIC = {
     "Client": "dragoman.client.sync_client",
     "Engine": "dragoman.core.engine",
     "ModelInfo": "dragoman.core.engine",
+    "WireProtocol": "dragoman.protocols.wire_protocol",
     "create_app": "dragoman.server.routes",
     "serve": "dragoman.server.serve",
 }
 """Imported when first used, so that `import dragoman` costs nothing."""
 
-__all__ = ["AsyncClient", "Client", "Engine", "ModelInfo", "__version__", "create_app", "serve"]
+__all__ = ["AsyncClient", "Client", "Engine", "ModelInfo", "WireProtocol", "__version__", "create_app", "serve"]
 
 
 def __getattr__(name: str) -> Any:

@@ -49,8 +49,9 @@ from dragoman.core.request import (
 from dragoman.protocols import embeddings
 from dragoman.protocols.chat.client import COMPLETIONS
 from dragoman.protocols.errors import error_from_response
-from dragoman.protocols.registry import ANTHROPIC, CLIENT_PROTOCOLS, OPENAI
+from dragoman.protocols.registry import ANTHROPIC, CLIENT_PROTOCOLS
 from dragoman.protocols.request_fields import EMPTY_SCHEMA, used_fields
+from dragoman.protocols.wire_protocol import OPENAI
 from tests.client.replay import collect
 from tests.protocols.wire import collected, decode_body, encode_reply, encoder, recordings
 from tests.support.text_splits import cut_bytes, cuttings

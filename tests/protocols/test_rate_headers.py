@@ -3,7 +3,8 @@ import time
 import pytest
 
 from dragoman.core.reply import RateLimitState
-from dragoman.protocols.registry import ANTHROPIC, OPENAI
+from dragoman.protocols.registry import ANTHROPIC
+from dragoman.protocols.wire_protocol import OPENAI
 
 RATES = [RateLimitState("requests", 60, 59, 1.25), RateLimitState("tokens", 1000, 0, 61.0)]
 

@@ -46,7 +46,7 @@ def encoding(context: ResponseContext = CONTEXT) -> ResponseEncoding:
 
 
 def streamed(*events: Event, context: ResponseContext = CONTEXT) -> list[dict[str, Any]]:
-    encoder = encoding(context).encoder(REQUEST, 0)
+    encoder = encoding(context).encode_stream(REQUEST, 0)
     return read(encoder.feed(0, events) + encoder.end())
 
 
@@ -129,7 +129,7 @@ def test_logprobs_stay_with_their_text() -> None:
 
 
 def test_failure() -> None:
-    encoder = encoding().encoder(REQUEST, 0)
+    encoder = encoding().encode_stream(REQUEST, 0)
     frames = encoder.feed(0, [Started(), ReasoningDelta("hm"), TextDelta("so")])
     *_, error, failed = read(frames + encoder.fail(EngineFailed("it broke")))
     reason = {"code": "server_error", "message": "it broke"}
@@ -142,7 +142,7 @@ def test_failure() -> None:
 def test_failure_before_the_first_event() -> None:
     codes = {QueueFull("full"): "rate_limit_exceeded", ContextTooLong("long"): "context_length_exceeded"}
     for error, code in codes.items():
-        payloads = read(encoding().encoder(REQUEST, 0).fail(error))
+        payloads = read(encoding().encode_stream(REQUEST, 0).fail(error))
         names = [payload["type"] for payload in payloads]
         assert names == ["response.created", "response.in_progress", "error", "response.failed"]
         assert payloads[-1]["response"]["error"]["code"] == code
@@ -185,6 +185,6 @@ def test_any_stream_is_well_formed_and_ends_with_the_whole_reply(
 @given(st.lists(SPOKEN, max_size=12), ENDS)
 def test_batching_of_events_does_not_matter(generated: list[Event], end: Finished) -> None:
     events = (Started(3), *orderly(generated), end)
-    encoder = encoding().encoder(REQUEST, 0)
+    encoder = encoding().encode_stream(REQUEST, 0)
     apart = b"".join(encoder.feed(0, [event]) for event in events) + encoder.end()
     assert read(apart) == streamed(*events)

@@ -11,9 +11,10 @@ from dragoman.core.errors import BadRequest
 from dragoman.core.events import Event
 from dragoman.core.reply import Reply, ReplyBuilder
 from dragoman.core.request import GenerationRequest
-from dragoman.protocols.registry import PROTOCOLS, Encoder, ReplyEncoding
+from dragoman.protocols.registry import PROTOCOLS, ReplyEncoding
 from dragoman.protocols.responses import server as responses
 from dragoman.protocols.responses.encoder import ResponseEncoding
+from dragoman.protocols.wire_protocol import Encoder
 
 RECORDED = Path(__file__).parents[1] / "data" / "clients"
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "messages": "/v1/messages"}
@@ -71,7 +72,7 @@ def encoding(protocol: str) -> ReplyEncoding:
 
 
 def encoder(protocol: str, request: GenerationRequest) -> Encoder:
-    return encoding(protocol).encoder(request, 0)
+    return encoding(protocol).encode_stream(request, 0)
 
 
 def frames(protocol: str, request: GenerationRequest, *batches: tuple[int, list[Event]]) -> list[Any]:

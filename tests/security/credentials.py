@@ -17,7 +17,7 @@ import jwt
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from dragoman.config.sections import RouteScope
+from dragoman.core.types import RouteScope
 from dragoman.storage.keys import KeyStore
 
 STATIC = "sk-static-5d1f0c7ab3"

@@ -27,7 +27,7 @@ from dragoman.server.frontends.messages import AcquireLease, LeaseReply, RelayRe
 from dragoman.server.frontends.remote import ParentConnection, RemoteResponses
 from dragoman.server.frontends.supervisor import FrontEndConnection
 from dragoman.server.model_lease import LeaseRequest
-from dragoman.server.routes import ENGINES_ONLY, ROUTES, build_app
+from dragoman.server.routes import ENGINES_ONLY, build_app, build_routes
 from dragoman.storage.response_store import MemoryResponseStore, StoredResponse
 
 pytestmark = pytest.mark.anyio
@@ -159,7 +159,7 @@ class FailingStore(MemoryResponseStore):
 
 
 async def test_internal_errors_fail_only_their_request() -> None:
-    app = FailingApp(ROUTES, ENGINES_ONLY, [ScriptedEngine()])
+    app = FailingApp(build_routes(ENGINES_ONLY), ENGINES_ONLY, [ScriptedEngine()])
     app.responses = FailingStore(count=1, size=1, seconds=1)
     async with linked(app) as parent:
         failure = (await enter_quota(parent, b"")).failure

@@ -11,7 +11,8 @@ import httpx
 import openai
 import pytest
 
-from dragoman.config.sections import KeyLimits, RouteScope
+from dragoman.config.sections import KeyLimits
+from dragoman.core.types import RouteScope
 from dragoman.storage.keys import KeyStore
 from tests.support.requests import CHAT, HELLO, ask, eventually, recorded, refused, talking, text_of
 from tests.support.sdk import anthropic_sdk, sdk

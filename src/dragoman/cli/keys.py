@@ -10,8 +10,9 @@ from typing import Any, get_args
 import msgspec
 
 from dragoman.cli.common import MANY, Commands, add_command, format_table, load_config
-from dragoman.config.sections import KeyLimits, RouteScope
+from dragoman.config.sections import KeyLimits
 from dragoman.core.errors import ConfigError
+from dragoman.core.types import RouteScope
 from dragoman.storage.keys import ApiKey, KeyStore, store_path
 
 EXAMPLES = """\

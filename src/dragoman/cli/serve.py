@@ -64,6 +64,13 @@ def add(commands: Commands) -> None:
         metavar="MODULE:CLASS",
         help="serve your own engine, imported from the working directory; vllm or llama: the engine of every --model",
     )
+    parser.add_argument(
+        "--protocol",
+        metavar="MODULE:CLASS",
+        action="append",
+        default=[],
+        help=f"answer in a wire protocol of your own too, imported from the working directory; {MANY}",
+    )
     parser.add_argument("--default", metavar="NAME", help="the model for requests without a model name")
     parser.add_argument(
         "--models-dir",
@@ -167,6 +174,7 @@ def _load(arguments: argparse.Namespace, engines: Sequence[Engine]) -> LoadedCon
         api_keys=arguments.api_key,
         strict=arguments.strict,
         event_log=arguments.event_log,
+        protocols=arguments.protocol,
         workers=arguments.workers,
         socket=arguments.socket,
         tls_certificate=arguments.tls_certificate,

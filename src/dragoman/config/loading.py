@@ -7,7 +7,8 @@
     adapters := name: PATH | name: {path: PATH, scale: NUMBER}      an option of llama; each is a model too
     aliases  := pattern: name              `gpt-*: smollm2`
     default, models_dir, memory, keep_alive, turn_seconds, layout,
-    host, port, socket, api_keys, strict, event_log, hosts, proxies, limits, workers, grace_seconds, drain_seconds
+    host, port, socket, api_keys, strict, event_log, hosts, proxies, limits, workers, grace_seconds, drain_seconds,
+    protocols,
     keys, telemetry, cors, tls             see `sections`
 
 Rules
@@ -43,7 +44,7 @@ HOST_NAME = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 ORIGIN = re.compile(rf"\*|null|[A-Za-z][A-Za-z0-9+.-]*://({HOST_NAME.pattern})(:[0-9]+)?/?")
 SETTING_FLAGS = (
     *("default", "models_dir", "memory", "keep_alive", "host", "port", "api_keys", "strict", "event_log", "workers"),
-    *("socket", "layout"),
+    *("socket", "layout", "protocols"),
 )
 """Flags that have the name of the setting."""
 HTTP_URL = re.compile(r"https?://[^/?#\s]+(/\S*)?")
@@ -65,6 +66,7 @@ class Flags(msgspec.Struct, frozen=True):
     api_keys: Sequence[str] = ()
     strict: bool = False
     event_log: str | None = None
+    protocols: Sequence[str] = ()
     workers: int | None = None
     socket: str | None = None
     tls_certificate: str | None = None
@@ -85,7 +87,8 @@ class Flags(msgspec.Struct, frozen=True):
     def by_key(self) -> dict[str, str]:
         """The flags as they were written, by the key that they set."""
         shown = {key: f"--{key.replace('_', '-')} {value}" for key, value in self.settings.items()}
-        lists = {"models_dir": "--models-dir", "api_keys": "--api-key", "tls": "--tls-certificate and --tls-key"}
+        lists = {"models_dir": "--models-dir", "api_keys": "--api-key", "protocols": "--protocol"}
+        lists["tls"] = "--tls-certificate and --tls-key"
         return (
             {key: lists.get(key, flag) for key, flag in shown.items()}
             | {f"models.{_name_and_source(flag)[0]}": f"--model {flag}" for flag in self.models}

@@ -13,11 +13,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from dragoman.core.errors import ConfigError
-from dragoman.core.types import Count, Seconds, Word
+from dragoman.core.types import Count, RouteScope, Seconds, Word
 
-RouteScope = Literal[
-    "chat", "completions", "messages", "responses", "embeddings", "rerank", "models", "tokens", "stats", "admin"
-]
 RESERVED_ROUTES: frozenset[RouteScope] = frozenset({"stats", "admin"})
 """Routes that a key may use only if its scopes name them."""
 

@@ -71,6 +71,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The path of a Unix socket to listen on, instead of an address."""
     proxies: tuple[Word, ...] = ()
     """Addresses and networks whose X-Forwarded headers are trusted; `unix` means clients of the Unix socket."""
+    protocols: tuple[Word, ...] = ()
+    """Wire protocols of your own: names of entry points, or `module:Class`."""
     keys: Keys = Keys()
     telemetry: Telemetry = Telemetry()
     cors: Cors = Cors()

@@ -1,6 +1,6 @@
-"""Constrained types for settings."""
+"""Constrained types for settings, and the scopes of keys."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -9,3 +9,7 @@ MAX_SECONDS = 366 * 86400.0
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 Word = Annotated[str, msgspec.Meta(min_length=1)]
+RouteScope = Literal[
+    "chat", "completions", "messages", "responses", "embeddings", "rerank", "models", "tokens", "stats", "admin"
+]
+"""What a key may be allowed to use."""

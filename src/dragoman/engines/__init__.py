@@ -1,9 +1,8 @@
-"""The table of engines by configuration name. An engine is imported when a model uses it."""
-
-import importlib
+"""The table of built-in engines by configuration name. An engine is imported when a model uses it."""
 
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError
+from dragoman.core.plugins import find_plugin
 
 ENGINES = {
     "scripted": "dragoman.engines.scripted:ScriptedEngine",
@@ -18,16 +17,8 @@ DIRECTORY_ENGINE = "vllm"
 
 
 def engine_class(name: str) -> type[Engine]:
-    """Return the engine class for a name in the table, or for `module:Class`."""
-    target = ENGINES.get(name, name)
-    module_name, colon, class_name = target.partition(":")
-    if not colon:
-        raise ConfigError(f"unknown engine {name!r}; engines: {', '.join(ENGINES)}, or module:Class for your own")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, TypeError, ValueError) as error:
-        raise ConfigError(f"engine {name!r} cannot be imported: {error}") from error
-    found = getattr(module, class_name, None)
+    """Return the engine class for a name in the table, of an entry point, or for `module:Class`."""
+    found = find_plugin("engine", name, ENGINES)
     if not (isinstance(found, type) and issubclass(found, Engine)):
-        raise ConfigError(f"engine {name!r}: {module_name} has no Engine subclass called {class_name}")
+        raise ConfigError(f"engine {name!r}: it is not a subclass of Engine")
     return found

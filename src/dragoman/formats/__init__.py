@@ -3,7 +3,10 @@
 A format only declares markers and call syntaxes. `pipeline` reads replies with it, `grammar` constrains them.
 """
 
+from functools import lru_cache
+
 from dragoman.core.errors import ConfigError
+from dragoman.core.plugins import find_plugin
 from dragoman.formats.bare_json import JSON, LLAMA3
 from dragoman.formats.gemma import FUNCTION_GEMMA, GEMMA
 from dragoman.formats.harmony import CHANNEL, HARMONY
@@ -27,9 +30,17 @@ FALLBACK = JSON.name
 
 
 def get_format(name: str) -> ModelFormat:
-    if name not in FORMATS:
-        raise ConfigError(f"unknown format {name!r}; available: {', '.join(sorted(FORMATS))}")
-    return FORMATS[name]
+    """Return a format of the table, of an entry point, or for `module:NAME`."""
+    found = FORMATS.get(name)
+    return found or _find_plugin_format(name)
+
+
+@lru_cache(maxsize=64)
+def _find_plugin_format(name: str) -> ModelFormat:
+    found = find_plugin("format", name, dict.fromkeys(sorted(FORMATS), ""))
+    if not isinstance(found, ModelFormat):
+        raise ConfigError(f"format {name!r}: it is not a ModelFormat")
+    return found
 
 
 def detect_format(template: str | None, model: str = "") -> str:

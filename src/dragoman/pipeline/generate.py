@@ -20,7 +20,7 @@ from dragoman.core.errors import BadRequest, ContextTooLong, NotSupported, Unsup
 from dragoman.core.events import Event, Finished, Started, Usage
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked, GenerationRequest, Logprobs
-from dragoman.formats import FORMATS
+from dragoman.formats import get_format
 from dragoman.formats.bare_json import JSON
 from dragoman.formats.syntax import PLAIN, ModelFormat
 from dragoman.pipeline import Stage
@@ -189,7 +189,7 @@ def _reply_format(engine: Engine, request: GenerationRequest) -> ModelFormat:
     if not request.messages or engine.emits_tool_calls:
         return PLAIN
     names = [info.format for info in engine.models() if info.name == request.model]
-    syntax = FORMATS[names[0]] if names else PLAIN
+    syntax = get_format(names[0]) if names else PLAIN
     # Without a call syntax, a required call is constrained to bare JSON.
     return JSON if syntax is PLAIN and request.tool_choice.mode in ("required", "named") else syntax
 

@@ -3,6 +3,7 @@
 A protocol is a few pure functions, an encoder class and a reader class, independent of engines and of other protocols.
 Shared parts:
 
+    wire_protocol                                     the base class of the server sides            all
     json_body, errors                                 JSON bodies, errors                           all
     openai                                            sampling fields, content, usage, framing      the OpenAI protocols
     tools, thinking                                   names and schemas; effort and budget          chats
@@ -11,68 +12,23 @@ Shared parts:
 
 `responses` has no server entry: its handler resolves stored items between parsing and decoding a request.
 
-To add a protocol, start from `messages`: one folder, and one line in each table here. It also needs a route, a scope
-and tests; the extension points in `docs/architecture.md` list every place.
+To add a protocol, start from `messages`: one folder, and one line in each table here. It also needs
+tests; the extension points in `docs/architecture.md` list every place.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping
 
-from dragoman.core.errors import DragomanError
-from dragoman.core.events import Event
-from dragoman.core.reply import RateLimitState, Reply
-from dragoman.core.request import GenerationRequest
-from dragoman.protocols import completions, errors, openai
+from dragoman.core.errors import ConfigError
+from dragoman.core.plugins import find_plugin
+from dragoman.protocols import completions, errors
 from dragoman.protocols.chat import client as chat_client
 from dragoman.protocols.chat import server as chat
 from dragoman.protocols.messages import client as messages_client
 from dragoman.protocols.messages import server as messages
 from dragoman.protocols.responses import client as responses_client
 from dragoman.protocols.responses.encoder import ResponseEncoding
+from dragoman.protocols.wire_protocol import OPENAI, Family, WireProtocol
 
-
-class Encoder(Protocol):
-    """Encodes the events of one stream as bytes."""
-
-    def feed(self, choice: int, events: Sequence[Event]) -> bytes:
-        """Encode events of the choice with this index. `Started` and `Finished` are among them, once per choice.
-
-        Events of several choices are interleaved. The result may be empty.
-        """
-
-    def end(self) -> bytes:
-        """Encode the end of a complete stream. Called once, after the `Finished` of all choices."""
-
-    def fail(self, error: DragomanError) -> bytes:
-        """Encode the error of a failed stream. Called once, instead of `end`."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """What the protocols of one vendor share: errors, rate limit headers, and a second header for the request id."""
-
-    encode_error: Callable[[DragomanError, str], dict[str, Any]]
-    status: Callable[[DragomanError], int]
-    rate_header: str
-    format_reset: Callable[[float], str]
-    id_header: bytes | None = None
-
-    def rate_headers(self, rates: Sequence[RateLimitState]) -> list[tuple[bytes, bytes]]:
-        headers = []
-        for rate in rates:
-            values = {"limit": rate.limit, "remaining": rate.remaining, "reset": self.format_reset(rate.reset)}
-            for name, value in values.items():
-                headers.append((self.rate_header.format(name=name, what=rate.what).encode(), str(value).encode()))
-        return headers
-
-
-OPENAI = Family(
-    lambda error, request_id: errors.encode_openai_error(error),
-    lambda error: error.status,
-    "x-ratelimit-{name}-{what}",
-    openai.format_reset,
-)
 ANTHROPIC = Family(
     errors.encode_anthropic_error,
     errors.anthropic_status,
@@ -88,29 +44,48 @@ def family(path: str, headers: Mapping[bytes, bytes]) -> Family:
     return ANTHROPIC if is_messages or b"anthropic-version" in headers else OPENAI
 
 
-@dataclass(frozen=True)
-class ServerProtocol:
-    """The server side of a protocol.
-
-    `decode` parses and validates a body. It lists every requested feature in `GenerationRequest.asked`: a feature that
-    is missing there is not checked against the engine. `encoder` and `encode_reply` get the request and the time of
-    creation, in seconds.
-    """
-
-    id_prefix: str
-    decode: Callable[[bytes], GenerationRequest]
-    encoder: Callable[[GenerationRequest, int], Encoder]
-    encode_reply: Callable[[GenerationRequest, int, Reply], dict[str, Any]]
-    family: Family = OPENAI
+class ChatProtocol(WireProtocol):
+    paths = ("/v1/chat/completions",)
+    id_prefix = "chatcmpl-"
+    decode = staticmethod(chat.decode)
+    encode_stream = chat.ChatEncoder
+    encode_reply = staticmethod(chat.encode_reply)
 
 
-ReplyEncoding = ServerProtocol | ResponseEncoding
+class CompletionsProtocol(WireProtocol):
+    paths = ("/v1/completions",)
+    id_prefix = "cmpl-"
+    scope = "completions"
+    decode = staticmethod(completions.decode)
+    encode_stream = completions.CompletionEncoder
+    encode_reply = staticmethod(completions.encode_reply)
+
+
+class MessagesProtocol(WireProtocol):
+    paths = ("/v1/messages",)
+    id_prefix = "msg_"
+    scope = "messages"
+    family = ANTHROPIC
+    decode = staticmethod(messages.decode)
+    encode_stream = messages.MessagesEncoder
+    encode_reply = staticmethod(messages.encode_reply)
+
+
+ReplyEncoding = WireProtocol | ResponseEncoding
 """Encodes a reply as a stream or as a whole."""
-PROTOCOLS = {
-    "chat": ServerProtocol("chatcmpl-", chat.decode, chat.ChatEncoder, chat.encode_reply),
-    "completions": ServerProtocol("cmpl-", completions.decode, completions.CompletionEncoder, completions.encode_reply),
-    "messages": ServerProtocol("msg_", messages.decode, messages.MessagesEncoder, messages.encode_reply, ANTHROPIC),
+PROTOCOLS: dict[str, WireProtocol] = {
+    "chat": ChatProtocol(),
+    "completions": CompletionsProtocol(),
+    "messages": MessagesProtocol(),
 }
+
+
+def load_protocol(name: str) -> WireProtocol:
+    """Return a protocol of your own, by the name of an entry point or as `module:Class`."""
+    found = find_plugin("protocol", name, {})
+    if not (isinstance(found, type) and issubclass(found, WireProtocol)):
+        raise ConfigError(f"protocol {name!r}: it is not a subclass of WireProtocol")
+    return found()
 
 
 CLIENT_PROTOCOLS = {

@@ -27,7 +27,7 @@ log = logging.getLogger("dragoman")
 SettingsLoader = Callable[[], Settings]
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
-FIXED = ("host", "port", "socket", "tls", "event_log", "grace_seconds", "workers")
+FIXED = ("host", "port", "socket", "tls", "event_log", "grace_seconds", "workers", "protocols")
 FIXED_TELEMETRY = ("log_format", "log_level", "log_requests", "traces")
 FIXED_LIMITS = (
     *("header_bytes", "body_seconds", "write_seconds", "keepalive_seconds", "stall_seconds"),

@@ -31,8 +31,10 @@ from dragoman.core.errors import (
     UpgradeRequired,
 )
 from dragoman.core.ids import new_id
+from dragoman.core.types import RouteScope
 from dragoman.protocols.errors import encode_openai_error
-from dragoman.protocols.registry import Family, family
+from dragoman.protocols.registry import family
+from dragoman.protocols.wire_protocol import Family
 from dragoman.server.auth.access import Authenticator
 from dragoman.server.auth.callers import scope_for_path
 from dragoman.server.http.headers import CorsPolicy, TrustedProxies
@@ -60,6 +62,8 @@ class Route(Generic[AppT]):
     """The error format; None: chosen by the path and the headers of the request."""
     is_open: bool = False
     """Whether it works without a key."""
+    scope: RouteScope | None = None
+    """The scope that a key needs; None: chosen by the path."""
 
 
 class SharedRoute(Route["BaseApp"]):
@@ -217,7 +221,7 @@ class BaseApp(ABC):
                 return
         is_open = route is not None and route.is_open
         if not (is_open or (path == METRICS_PATH and self.settings.telemetry.metrics == "open")):
-            self._authorize(exchange)
+            self._authorize(exchange, scope_for_path(path) if route is None or route.scope is None else route.scope)
             entering = self._enter_quota(exchange, route)
             if entering is not None:
                 await entering
@@ -245,12 +249,12 @@ class BaseApp(ABC):
         if self.telemetry.is_tracing and b"traceparent" in exchange.headers:
             record.trace = exchange.headers[b"traceparent"].decode("latin-1")[:100]
 
-    def _authorize(self, exchange: HttpExchange) -> None:
+    def _authorize(self, exchange: HttpExchange, scope: RouteScope | None) -> None:
         timeout = exchange.headers.get(b"x-dragoman-timeout")
         exchange.timer.set_deadline(self.settings.limits.request_seconds, timeout)
         exchange.caller = caller = self._authenticator.authenticate(exchange.headers)
         exchange.record.principal = caller.principal
-        exchange.record.scope = scope = scope_for_path(exchange.path)
+        exchange.record.scope = scope
         caller.check_route(scope)
 
     async def _fail(self, exchange: HttpExchange, error: DragomanError) -> None:

@@ -34,7 +34,7 @@ from dragoman.core.errors import (
     TooLarge,
 )
 from dragoman.protocols.json_body import LARGE_BODY
-from dragoman.protocols.registry import OPENAI, Family
+from dragoman.protocols.wire_protocol import EVENT_STREAM, OPENAI, Family
 from dragoman.server.auth.callers import UNRESTRICTED, Caller, QuotaUsage
 from dragoman.server.http.bodies import check_media_type, decode_body, run_in_body_thread
 from dragoman.server.http.headers import RawHeaders, host_name, merge_headers
@@ -45,7 +45,6 @@ T = TypeVar("T")
 log = logging.getLogger("dragoman.server")
 
 JSON = b"application/json"
-EVENT_STREAM = b"text/event-stream; charset=utf-8"
 COMMENT = b": keep-alive\n\n"
 MAX_LIST_HEADER = 1000
 """Characters of a header that lists values."""
@@ -111,6 +110,7 @@ class ResponseWriter:
     quota_lease: QuotaUsage | None = None
     """What the request uses of its key's limits; None if the key has none."""
     is_started = False
+    stream_type = EVENT_STREAM
     is_streaming = False
     """Whether a silent stream gets comment frames."""
     _ignored: tuple[str, ...] = ()
@@ -183,7 +183,7 @@ class ResponseWriter:
             await self._head_sent.wait()
             return
         self._head_sent = sent = asyncio.Event()
-        headers = self._headers(200, EVENT_STREAM, None)
+        headers = self._headers(200, self.stream_type.encode(), None)
         try:
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         finally:

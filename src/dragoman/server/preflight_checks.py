@@ -24,6 +24,7 @@ from dragoman.engines.llama.options import AUTO_LAYOUT_WARNING
 from dragoman.files.gguf import read_metadata
 from dragoman.server.auth.jwt import JwtVerifier
 from dragoman.server.http.server import bind_sockets, tls_context
+from dragoman.server.routes import build_routes
 from dragoman.storage.keys import KeyStore, store_path
 
 WORKERS_PER_CPU, WORKER_MIB = 4, 32
@@ -34,6 +35,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 def find_diagnostics(settings: Settings) -> list[Diagnostic]:
     """Return all errors and warnings about settings that were loaded, and about the files that they name."""
     found = [diagnostic for model in settings.models for diagnostic in _check_model(model)]
+    found += _check_protocols(settings)
     return [*found, *_check_keys(settings.keys), *_check_files(settings), *_find_warnings(settings)]
 
 
@@ -60,6 +62,13 @@ def _check_model(model: ModelSpec) -> Iterator[Diagnostic]:
         yield Diagnostic(f"{key}.{name}" if name else key, message, "unservable")
     for name, message in engine.find_option_warnings(options):
         yield Diagnostic(f"{key}.{name}", message, "warning")
+
+
+def _check_protocols(settings: Settings) -> Iterator[Diagnostic]:
+    try:
+        build_routes(settings)
+    except ConfigError as error:
+        yield Diagnostic("protocols", str(error))
 
 
 def _check_keys(keys: Keys) -> Iterator[Diagnostic]:

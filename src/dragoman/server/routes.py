@@ -1,13 +1,15 @@
 """The routes of the server, and the app that serves them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from dragoman.config.settings import Settings
 from dragoman.core.engine import Engine
+from dragoman.core.errors import ConfigError
 from dragoman.models import EngineFactory
-from dragoman.protocols.registry import ANTHROPIC, OPENAI, PROTOCOLS, ServerProtocol
+from dragoman.protocols.registry import ANTHROPIC, PROTOCOLS, load_protocol
 from dragoman.protocols.responses.items import PREFIX
+from dragoman.protocols.wire_protocol import OPENAI, WireProtocol
 from dragoman.server.app import App, SettingsLoader
 from dragoman.server.base_app import METRICS_PATH, RESPONSES_PATH, Methods, Route, RouteTable, SharedRoute
 from dragoman.server.handlers import embeddings, models, responses, stats, tokens
@@ -17,8 +19,11 @@ ENGINES_ONLY = Settings(models_dir=())
 """Settings for an app that serves only the given engines."""
 
 
-def _generation_route(protocol: ServerProtocol) -> SharedRoute:
-    return SharedRoute(partial(answer, protocol=protocol), protocol.id_prefix, protocol.family)
+def _generation_paths(protocols: Iterable[WireProtocol]) -> Iterator[tuple[str, Methods[App]]]:
+    for protocol in protocols:
+        handler = partial(answer, protocol=protocol)
+        route = SharedRoute(handler, protocol.id_prefix, protocol.own_family(), scope=protocol.scope)
+        yield from ((path, {"POST": route}) for path in protocol.paths)
 
 
 PATHS: dict[str, Methods[App]] = {
@@ -26,10 +31,8 @@ PATHS: dict[str, Methods[App]] = {
     "/health": {"GET": Route(models.health, is_open=True)},
     "/ready": {"GET": Route(models.ready, is_open=True)},
     "/v1/models": {"GET": Route(models.list_models)},
-    "/v1/chat/completions": {"POST": _generation_route(PROTOCOLS["chat"])},
+    **dict(_generation_paths(PROTOCOLS.values())),
     "/v1/chat/completions/render": {"POST": Route(tokens.render)},
-    "/v1/completions": {"POST": _generation_route(PROTOCOLS["completions"])},
-    "/v1/messages": {"POST": _generation_route(PROTOCOLS["messages"])},
     "/v1/messages/count_tokens": {"POST": Route(tokens.messages_count, family=ANTHROPIC)},
     RESPONSES_PATH: {
         "POST": SharedRoute(responses.create, PREFIX, OPENAI),
@@ -58,7 +61,17 @@ PREFIX_PATHS: dict[str, Methods[App]] = {
     f"{models.ADMIN_ROOT}/": {"POST": Route(models.change)},
 }
 
-ROUTES = RouteTable(PATHS, PREFIX_PATHS)
+
+def build_routes(settings: Settings, protocols: Sequence[WireProtocol] = ()) -> RouteTable[App]:
+    """The routes of the server, of the given protocols, and of those that the settings name."""
+    paths = dict(PATHS)
+    for path, methods in _generation_paths([*protocols, *map(load_protocol, settings.protocols)]):
+        if path in paths or any(path.startswith(prefix) for prefix in PREFIX_PATHS):
+            raise ConfigError(f"the path {path} is taken; give the protocol another one")
+        if not path.startswith("/"):
+            raise ConfigError(f"the path {path!r} of a protocol does not begin with /")
+        paths[path] = methods
+    return RouteTable(paths, PREFIX_PATHS)
 
 
 def build_app(
@@ -66,11 +79,15 @@ def build_app(
     engines: Sequence[Engine] = (),
     reload_settings: SettingsLoader | None = None,
     engine_factory: EngineFactory | None = None,
+    protocols: Sequence[WireProtocol] = (),
 ) -> App:
     """`reload_settings` loads the settings again; `engine_factory` makes engines that run elsewhere."""
-    return App(ROUTES, settings, engines, reload_settings, engine_factory)
+    return App(build_routes(settings, protocols), settings, engines, reload_settings, engine_factory)
 
 
-def create_app(*engines: Engine, settings: Settings | None = None) -> App:
-    """Make an ASGI app that serves the engines and the models of the settings. It can be mounted into another app."""
-    return build_app(settings or ENGINES_ONLY, engines)
+def create_app(*engines: Engine, settings: Settings | None = None, protocols: Sequence[WireProtocol] = ()) -> App:
+    """Make an ASGI app that serves the engines and the models of the settings. It can be mounted into another app.
+
+    `protocols` are wire protocols of your own, beside those that the settings name.
+    """
+    return build_app(settings or ENGINES_ONLY, engines, protocols=protocols)

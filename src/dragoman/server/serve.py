@@ -20,6 +20,7 @@ from dragoman.core.errors import ConfigError, DragomanError, ModelLoading, Model
 from dragoman.core.logs import configure
 from dragoman.engines.llama.hardware import cpus
 from dragoman.models import ModelHost
+from dragoman.protocols.wire_protocol import WireProtocol
 from dragoman.server.app import App, SettingsLoader
 from dragoman.server.auth.admin_token import TokenFile
 from dragoman.server.frontends.supervisor import FrontEndSupervisor, bind_frontend_sockets
@@ -33,9 +34,25 @@ RETRY_SECONDS = 0.2
 MAX_WORKERS, CPUS_PER_WORKER = 4, 4
 
 
-def serve(*engines: Engine, host: str | None = None, port: int | None = None, settings: Settings | None = None) -> None:
-    """Serve your own engines until a signal stops the process. `host` and `port` override the settings."""
+def serve(
+    *engines: Engine,
+    host: str | None = None,
+    port: int | None = None,
+    settings: Settings | None = None,
+    protocols: Sequence[WireProtocol] = (),
+) -> None:
+    """Serve your own engines until a signal stops the process. `host` and `port` override the settings.
+
+    With `protocols`, which exist in this process only, there are no front ends. Protocols that the settings name work
+    with front ends too.
+    """
     settings = settings or ENGINES_ONLY
+    if protocols:
+        if (settings.workers or 1) > 1:
+            raise ConfigError(
+                "front ends cannot use protocol objects; name their classes in `protocols` of the settings"
+            )
+        settings = msgspec.structs.replace(settings, workers=1)
     key = os.environ.get("DRAGOMAN_API_KEY")
     if key and not settings.api_keys:
         settings = msgspec.structs.replace(settings, api_keys=(key,))
@@ -43,7 +60,7 @@ def serve(*engines: Engine, host: str | None = None, port: int | None = None, se
         settings, host=host or settings.host, port=settings.port if port is None else port
     )
     warnings = (found for found in find_diagnostics(settings) if found.level == "warning")
-    run(settings, engines, warnings=Locations().format(warnings))
+    run(settings, engines, warnings=Locations().format(warnings), protocols=protocols)
 
 
 def run(
@@ -51,6 +68,7 @@ def run(
     engines: Sequence[Engine] = (),
     reload_settings: SettingsLoader | None = None,
     warnings: Sequence[str] = (),
+    protocols: Sequence[WireProtocol] = (),
 ) -> None:
     """Serve until a signal stops the process. If the only model fails to load, raise a ConfigError.
 
@@ -61,9 +79,8 @@ def run(
     configure(settings.telemetry.log_format, settings.telemetry.log_level)
     for warning in warnings:
         log.warning("%s", warning)
-    app = build_app(
-        with_hosts(settings), engines, None if reload_settings is None else _checked_reload(reload_settings, settings)
-    )
+    checked_reload = None if reload_settings is None else _checked_reload(reload_settings, settings)
+    app = build_app(with_hosts(settings), engines, checked_reload, protocols=protocols)
     with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
         runner.run(_serve(app, settings.workers or default_workers(cpus())))
 

@@ -21,8 +21,9 @@ from pathlib import Path
 
 import msgspec
 
-from dragoman.config.sections import KeyLimits, Keys, RouteScope
+from dragoman.config.sections import KeyLimits, Keys
 from dragoman.core.errors import ConfigError, StorageUnavailable
+from dragoman.core.types import RouteScope
 from dragoman.files.sources import home_directory
 
 KEY_PATTERN = re.compile(rb"dgm_([0-9a-f]{12})_[0-9a-f]{48}")

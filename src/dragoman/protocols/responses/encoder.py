@@ -40,6 +40,7 @@ from dragoman.protocols import openai
 from dragoman.protocols.responses import calls
 from dragoman.protocols.responses.items import PREFIX, encode_reasoning
 from dragoman.protocols.responses.server import ResponseContext
+from dragoman.protocols.wire_protocol import EVENT_STREAM
 
 ItemEvent = tuple[str, dict[str, Any]]
 """The type of an event and its fields except the sequence number."""
@@ -165,13 +166,15 @@ class CallItem:
 class ResponseEncoding:
     """Encodes the reply to one request. Afterwards `response` is the final response object."""
 
+    stream_type = EVENT_STREAM
+
     def __init__(self, context: ResponseContext, clock: Callable[[], float]) -> None:
         self.response: dict[str, Any] | None = None
         self.context = context
         self.clock = clock
         self.created = int(clock())
 
-    def encoder(self, request: GenerationRequest, created: int) -> "ResponseEncoder":
+    def encode_stream(self, request: GenerationRequest, created: int) -> "ResponseEncoder":
         return ResponseEncoder(self, request)
 
     def encode_reply(self, request: GenerationRequest, created: int, reply: Reply) -> dict[str, Any]:

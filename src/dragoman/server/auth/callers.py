@@ -21,10 +21,11 @@ from typing import Protocol, get_args
 
 import msgspec
 
-from dragoman.config.sections import RESERVED_ROUTES, KeyLimits, RouteScope
+from dragoman.config.sections import RESERVED_ROUTES, KeyLimits
 from dragoman.core.errors import PermissionDenied, RateLimited, TokensLimited
 from dragoman.core.reply import RateLimitState
 from dragoman.core.request import GenerationRequest
+from dragoman.core.types import RouteScope
 from dragoman.server.telemetry.metrics import MINUTE, MinuteWindow
 
 SCOPE_BY_PREFIX: tuple[tuple[str, RouteScope], ...] = (

@@ -19,8 +19,9 @@ from typing import Any
 
 import msgspec
 
-from dragoman.config.sections import Jwt, KeyLimits, RouteScope
+from dragoman.config.sections import Jwt, KeyLimits
 from dragoman.core.errors import ConfigError, Unauthorized
+from dragoman.core.types import RouteScope
 from dragoman.server.auth.callers import Caller, Quota, allowed_scopes
 from dragoman.storage.keys import digest, parse_principal
 

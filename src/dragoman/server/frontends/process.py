@@ -38,7 +38,7 @@ from dragoman.server.frontends.remote import (
 )
 from dragoman.server.http.server import HttpServer, tune_memory
 from dragoman.server.http_exchange import HttpExchange
-from dragoman.server.routes import ROUTES
+from dragoman.server.routes import build_routes
 
 log = logging.getLogger("dragoman.fronts")
 
@@ -51,7 +51,7 @@ POLL_SECONDS = 0.02
 
 class FrontEndApp(BaseApp):
     def __init__(self, settings: Settings, parent: ParentConnection) -> None:
-        super().__init__(ROUTES, settings, RemoteTelemetry(parent, settings))
+        super().__init__(build_routes(settings), settings, RemoteTelemetry(parent, settings))
         self.responses = RemoteResponses(parent)
         self._parent = parent
 

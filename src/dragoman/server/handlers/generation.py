@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -23,7 +22,8 @@ from dragoman.core.events import Event, Finished, Started
 from dragoman.core.reply import ReplyBuilder
 from dragoman.core.request import Asked, GenerationRequest
 from dragoman.pipeline.generate import check_limits, generate, unsupported_parameter
-from dragoman.protocols.registry import Encoder, ReplyEncoding, ServerProtocol
+from dragoman.protocols.registry import ReplyEncoding
+from dragoman.protocols.wire_protocol import EVENT_STREAM, Encoder, WireProtocol
 from dragoman.server.auth.callers import Estimate, estimate_prompt_tokens, estimate_tokens
 from dragoman.server.base_app import BaseApp
 from dragoman.server.http_exchange import HttpExchange, stall_error
@@ -37,7 +37,7 @@ FALLBACK_STATUSES = frozenset({429, 500, 502, 503, 504})
 """A request that fails with one of these statuses is tried with a fallback model."""
 
 
-async def answer(app: BaseApp, exchange: HttpExchange, protocol: ServerProtocol) -> None:
+async def answer(app: BaseApp, exchange: HttpExchange, protocol: WireProtocol) -> None:
     decoded = await exchange.read_body(app.settings.limits, protocol.decode)
     await reply_to(app, exchange, decoded, protocol)
 
@@ -50,6 +50,7 @@ def reply_to(
     store: Store | None = None,
 ) -> Awaitable[None]:
     """Generate and send the reply. `store` is called when the reply is complete, before its end is sent."""
+    exchange.response.stream_type = reply_format.stream_type
     sink = _ReplySink(app, exchange, reply_format)
     send = _stream if decoded.delivery.stream else _send_whole
     return send(app, exchange, decoded, sink, store)
@@ -104,7 +105,7 @@ async def _run(
         check_limits(request, limits.choices, limits.stop_strings)
         sink.start(request)
         # Before this point the status and the headers could still change, so no comment may start the stream.
-        exchange.response.is_streaming = request.delivery.stream
+        exchange.response.is_streaming = request.delivery.stream and sink.is_event_stream
         prompt_tokens = partial(estimate_prompt_tokens, request, exchange.weight)
         exchange.meter = Meter(record, app.telemetry.metrics.for_model(info.label), timer.started, prompt_tokens)
         engine = await lease.start()
@@ -199,15 +200,16 @@ class _ReplySink:
         self._timer = exchange.timer
         self._format = reply_format
         self._pending = b""
+        self.is_event_stream = reply_format.stream_type == EVENT_STREAM
         self._builder: ReplyBuilder | None = None
 
     def start(self, request: GenerationRequest) -> None:
         if request.delivery.stream:
-            self.encoder = self._format.encoder(request, int(time.time()))
+            self.encoder = self._format.encode_stream(request, int(time.time()))
         else:
             self._builder = ReplyBuilder()
 
-    def encode_reply(self, request: GenerationRequest) -> dict[str, Any]:
+    def encode_reply(self, request: GenerationRequest) -> object:
         assert self._builder is not None
         return self._format.encode_reply(request, int(time.time()), self._builder.reply())
 

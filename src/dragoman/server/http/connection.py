@@ -27,7 +27,8 @@ import msgspec
 from dragoman.config.settings import Limits
 from dragoman.core.errors import DragomanError, RequestTimeout
 from dragoman.core.ids import new_id
-from dragoman.protocols.registry import Family, family
+from dragoman.protocols.registry import family
+from dragoman.protocols.wire_protocol import Family
 from dragoman.server.http.http1 import ChunkedBody, FixedBody, RequestHead, parse_target
 from dragoman.server.http.read_buffer import LINGER_BYTES, READ_AHEAD, ReadBuffer
 from dragoman.server.http.response import DIRECT, HeaderLines, Receive, Response, Scope, Send
