@@ -14,7 +14,7 @@ import pytest
 from dragoman.core.events import Event, Finished, Started, TextDelta, TokenLogprob
 from dragoman.core.request import GenerationRequest, Logprobs, Message, Sampling, Text
 from dragoman.engines.llama.binding import LlamaModel
-from dragoman.engines.llama.engine import LlamaEngine, TextGenerator
+from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.generation import LlamaRequestBuilder
 from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.runner import Runner
@@ -87,17 +87,12 @@ async def running_engine(path: Path, **options: Any) -> AsyncIterator[LlamaEngin
 
 
 def runner_of(engine: LlamaEngine) -> Runner:
-    return generator_of(engine).runner
+    assert engine.loaded is not None
+    return engine.loaded.runners[""]
 
 
 def builder_of(engine: LlamaEngine) -> LlamaRequestBuilder:
-    return generator_of(engine).request_builder
-
-
-def generator_of(engine: LlamaEngine) -> TextGenerator:
-    assert engine.loaded is not None
-    assert engine.loaded.generator is not None
-    return engine.loaded.generator
+    return engine.require_builder()
 
 
 def model_of(engine: LlamaEngine) -> LlamaModel:

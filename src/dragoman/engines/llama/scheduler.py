@@ -161,8 +161,7 @@ class Scheduler:
 
     def decoded(self, chunk: Chunk) -> None:
         """Record that the rows of a chunk are in memory."""
-        if self.in_flight.pop(chunk.job, None) is None:
-            return
+        del self.in_flight[chunk.job]
         slot = self.slots[chunk.job]
         if slot.missing > 0:
             self.sequences.append(slot.sequence, chunk.tokens)
@@ -177,7 +176,7 @@ class Scheduler:
 
     def undone(self, chunk: Chunk) -> None:
         """Record that the rows of a chunk are not in memory; they are planned again."""
-        self.in_flight.pop(chunk.job, None)
+        del self.in_flight[chunk.job]
 
     def sampled(self, job: int, token: int) -> bool:
         """Record a sampled token. Returns whether it was drafted, so that the next one can be sampled at once."""
@@ -277,7 +276,7 @@ class Scheduler:
     def _prefill(self, budget: int) -> list[Chunk]:
         slots = [slot for slot in self.slots.values() if slot.has_sequence and slot.missing > 0]
         wanting = [slot for slot in slots if slot.job.prompt_outputs]
-        outputs = share([slot.missing for slot in wanting], min(budget, MAX_PROMPT_OUTPUTS))
+        outputs = shortest_first([slot.missing for slot in wanting], min(budget, MAX_PROMPT_OUTPUTS))
         most = {slot.job.id: rows for slot, rows in zip(wanting, outputs, strict=True)}
         wants = [most.get(slot.job.id, slot.missing) for slot in slots]
         owners = [slot.job.principal for slot in slots]
@@ -354,24 +353,6 @@ def cap_beside_finished(owners: Sequence[str], wants: Sequence[int], given: list
             left[owner] -= got
         capped.append(got)
     return capped
-
-
-def share(wants: Sequence[int], budget: int) -> list[int]:
-    """Give half of the budget to the first, equal parts of the rest to the others, and what remains in order of age."""
-    given = [0] * len(wants)
-    if not wants:
-        return given
-    given[0] = min(wants[0], (budget + 1) // 2 if len(wants) > 1 else budget)
-    left = budget - given[0]
-    others = sorted(range(1, len(wants)), key=lambda at: wants[at])
-    for rank, at in enumerate(others):
-        given[at] = min(wants[at], left // (len(others) - rank))
-        left -= given[at]
-    for at, want in enumerate(wants):
-        more = min(want - given[at], left)
-        given[at] += more
-        left -= more
-    return given
 
 
 def shortest_first(wants: Sequence[int], budget: int) -> list[int]:
