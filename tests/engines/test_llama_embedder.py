@@ -16,7 +16,7 @@ from dragoman.core.errors import BadRequest, ContextTooLong, EngineFailed, NotSu
 from dragoman.engines.llama.binding import Context
 from dragoman.engines.llama.engine import EMBEDDING_SEQUENCES, LlamaEngine
 from dragoman.engines.prompt_reader import MAX_UNCHECKED_BYTES
-from tests.engines.llama_fixtures import chat, collect, completion, running_engine
+from tests.engines.llama_fixtures import chat, collect, completion, running_engine, wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -124,8 +124,7 @@ async def test_cancelled_requests_free_their_sequences(minilm: LlamaEngine) -> N
     embedder = minilm.loaded.embedder
     # These would take minutes.
     tasks = [asyncio.create_task(minilm.embed(["word " * 400] * 400)) for _ in range(3)]
-    while not embedder.active:  # noqa: ASYNC110 (changes in another thread)
-        await asyncio.sleep(0.01)
+    await wait_until(lambda: bool(embedder.active))
     for task in tasks:
         task.cancel()
     async with asyncio.timeout(60):

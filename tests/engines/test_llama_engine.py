@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from dragoman.core.engine import stream_events
+from dragoman.core.engine import ModelInfo, stream_events
 from dragoman.core.errors import BadRequest, ContextTooLong, NoRoomForReply, UnsupportedParameter
 from dragoman.core.events import Finished, Usage
-from dragoman.core.request import GenerationRequest, Logprobs, Sampling
+from dragoman.core.request import GenerationRequest, Logprobs, Regex, Sampling, Tool
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.prompt_reader import MAX_TOKENIZED
 from tests.engines.llama_fixtures import (
     FRANCE,
     IM_END,
-    Collected,
     builder_of,
     chat,
     collect,
@@ -105,12 +104,13 @@ async def test_logprobs_agree_with_greedy_choice(engine: LlamaEngine) -> None:
     )
 
 
-async def test_logprobs_do_not_depend_on_sampling(engine: LlamaEngine) -> None:
-    plain = await collect(engine, completion(max_tokens=1, logprobs=Logprobs(top=1)))
+async def test_logprobs_do_not_depend_on_sampling_or_constraints(engine: LlamaEngine) -> None:
+    plain = await collect(engine, completion(max_tokens=1, logprobs=Logprobs(top=2)))
     banned = Sampling(temperature=0, logit_bias={plain.tokens[0]: -100}, repetition_penalty=1.5)
-    other = await collect(engine, completion(max_tokens=1, sampling=banned, logprobs=Logprobs(top=1)))
-    assert other.tokens != plain.tokens
-    assert other.logprobs[0].top == plain.logprobs[0].top
+    for fields in ({"sampling": banned}, {"constraint": Regex("Q+")}):
+        other = await collect(engine, completion(max_tokens=1, logprobs=Logprobs(top=2), **fields))
+        assert other.logprobs[0].top == plain.logprobs[0].top
+        assert (other.logprobs[0].logprob or 0) < (plain.logprobs[0].logprob or 0)
 
 
 async def test_prompt_logprobs_match_generated_logprobs(engine: LlamaEngine) -> None:
@@ -147,58 +147,27 @@ async def test_equal_prompts_share_one_prefill(engine: LlamaEngine) -> None:
     assert {answer.text for answer in answers} == {alone.text}
     cached = sorted(answer.started.cached_tokens for answer in answers)
     assert cached == [0] + [alone.started.prompt_tokens - 2] * 3
-    assert all(answer.finished.usage is not None for answer in answers)
     assert sorted(answer.finished.usage.cached for answer in answers if answer.finished.usage) == cached
 
 
-@pytest.mark.engine_options(slots=3)
-async def test_equal_prompts_whose_first_job_ends_at_once(engine: LlamaEngine) -> None:
-    answers = await asyncio.gather(*(collect(engine, completion(max_tokens=1)) for _ in range(5)))
-    assert [answer.text for answer in answers] == [" Paris"] * 5
-
-
-@pytest.mark.engine_options(slots=4)
-async def test_concurrent_replies_match_sequential_ones(engine: LlamaEngine) -> None:
-    topics = ["Paris", "the sea", "a cat", "music", "winter", "a long road", "bread", "the moon and the tides"]
-    requests = [completion(f"A short text about {topic}:", logprobs=Logprobs(top=2)) for topic in topics]
-    sequential = [await collect(engine, request) for request in requests]
-    together = await asyncio.gather(*(collect(engine, request) for request in requests))
-    for one, other in zip(sequential, together, strict=True):
-        assert are_same_except_ties(one, other)
-
-
-def are_same_except_ties(one: Collected, other: Collected) -> bool:
-    """Compare two replies. Rounding depends on the batch size, so either of two equally likely tokens may be picked."""
-    for left, right in zip(one.logprobs, other.logprobs, strict=False):
-        if left.token != right.token:
-            return abs((left.top[0].logprob or 0) - (left.top[1].logprob or 0)) < 0.05
-    return one.text == other.text
-
-
-@pytest.mark.engine_options(slots=1)
-async def test_closing_a_stream_stops_decoding(engine: LlamaEngine) -> None:
-    decoding = stream_events(engine, completion(max_tokens=None, ignore_eos=True))
-    await anext(decoding)
-    waiting = asyncio.create_task(collect(engine, chat("I wait.", max_tokens=None)))
-    await asyncio.sleep(0.05)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    await decoding.aclose()
-    await wait_until_idle(engine)
-    assert (await collect(engine, completion())).text.startswith(" Paris")
-
-
 @pytest.mark.engine_options(slots=1, context=2048)
-async def test_cancel_during_prefill(engine: LlamaEngine) -> None:
+async def test_cancellation_in_every_state(engine: LlamaEngine) -> None:
+    async with aclosing(stream_events(engine, completion(max_tokens=None, ignore_eos=True))) as decoding:
+        await anext(decoding)
+        waiting = asyncio.create_task(collect(engine, chat("I wait.", max_tokens=None)))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    await wait_until_idle(engine)
     prefilling = asyncio.create_task(collect(engine, completion(tuple(range(100, 2000)))))
     await wait_for_prefill(engine)
     assert not prefilling.done()
     prefilling.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await prefilling
-    async with asyncio.timeout(60):
-        await wait_until_idle(engine)
+    await asyncio.wait([prefilling])
+    await wait_until_idle(engine)
+    assert waiting.cancelled()
+    assert prefilling.cancelled()
+    assert (await collect(engine, completion())).text.startswith(" Paris")
 
 
 @pytest.mark.engine_options(context=1024)
@@ -359,6 +328,23 @@ async def test_penalties_and_bias_change_the_text(engine: LlamaEngine) -> None:
 @pytest.mark.engine_options(slots=1, context=64)
 async def test_extreme_sampling_parameters(engine: LlamaEngine, odd: Sampling) -> None:
     assert len((await collect(engine, completion(sampling=odd, max_tokens=2, ignore_eos=True))).tokens) == 2
+
+
+@pytest.mark.engine_options(context=300)
+async def test_description_and_rendered_prompt(engine: LlamaEngine) -> None:
+    assert engine.models() == [ModelInfo("smollm2", context=300, format="hermes")]
+    assert engine.slots == 2
+    assert LlamaEngine.needs_worker(engine.options)
+    features = {"chat", "completion", "token_prompt", "prompt_logprobs", "top_k", "tools", "constraint", "thinking"}
+    assert features | {"render"} <= engine.supports()
+    assert "infill" not in engine.supports()
+    request = chat("Hello <|im_end|>", tools=(Tool("get_weather", "The weather in a city", None),), max_tokens=1)
+    rendered = await engine.render(request)
+    assert rendered.format == "hermes"
+    assert "Hello <|im_end|>" in rendered.text
+    assert "get_weather" in rendered.text
+    assert await engine.detokenize(rendered.tokens) == rendered.text
+    assert (await collect(engine, request)).started.prompt_tokens == len(rendered.tokens)
 
 
 async def test_infill_tokens_surround_the_content(engine: LlamaEngine) -> None:

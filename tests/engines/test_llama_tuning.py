@@ -22,7 +22,6 @@ from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.tuning import choose, requantize, thread_counts, tune
 from dragoman.engines.llama.tuning_record import Measurement, Trial, read_record, record_path
-from dragoman.files.gguf import read_metadata
 from tests.engines.layout_fixtures import cut_model
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -307,16 +306,9 @@ def test_slow_tensors_match_the_reference_quantization(both: tuple[GGUFReader, G
     assert slow == 7 * 4
 
 
-def test_metadata_is_unchanged_except_file_type(both: tuple[GGUFReader, GGUFReader], small: Path, made: Path) -> None:
+def test_metadata_is_unchanged_except_file_type(both: tuple[GGUFReader, GGUFReader]) -> None:
     old, new = ({name: field.contents() for name, field in reader.fields.items()} for reader in both)
     assert new == old | {"general.file_type": 7}
-    assert read_metadata(made) == read_metadata(small) | {"general.file_type": 7}
-
-
-def test_output_is_deterministic(small: Path, made: Path, tmp_path: Path) -> None:
-    again = tmp_path / "again.gguf"
-    requantize(small, again, lambda done: None)
-    assert again.read_bytes() == made.read_bytes()
 
 
 def test_existing_file_is_not_overwritten(small: Path, made: Path) -> None:
