@@ -30,6 +30,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import httpx
@@ -130,15 +131,15 @@ async def shared(client: Client, size: Size) -> Figures:
 async def conversations(client: Client, size: Size) -> Figures:
     words = ["river", "stone", "lantern", "engine", "garden", "letter", "market", "window", "silver", "bridge"]
 
-    async def talk(seed: int) -> None:
+    async def converse(seed: int) -> None:
         chance = random.Random(seed)
-        said = f"A conversation about the {chance.choice(words)}, number {seed}.\n"
+        text = f"A conversation about the {chance.choice(words)}, number {seed}.\n"
         for turn in range(size.turns):
-            said += f"\nQuestion {turn}: " + " ".join(chance.choices(words, k=40)) + "?\nAnswer:"
-            said += (await client.ask(said, size.new)).text
+            text += f"\nQuestion {turn}: " + " ".join(chance.choices(words, k=40)) + "?\nAnswer:"
+            text += (await client.ask(text, size.new)).text
 
     begun = time.perf_counter()
-    await asyncio.gather(*(talk(client.chance.randrange(10**9)) for _ in range(size.conversations)))
+    await asyncio.gather(*(converse(client.chance.randrange(10**9)) for _ in range(size.conversations)))
     return {"all done, s": time.perf_counter() - begun}
 
 
@@ -149,18 +150,6 @@ async def streams(client: Client, size: Size, count: int) -> Figures:
     first = max(answer.arrivals[0] for answer in answers)
     later = sum(arrival > first for answer in answers for arrival in answer.arrivals)
     return {TOKENS_A_SECOND: count * size.stream / (done - begun), DECODED: later / (done - first)}
-
-
-async def one(client: Client, size: Size) -> Figures:
-    return await streams(client, size, 1)
-
-
-async def eight(client: Client, size: Size) -> Figures:
-    return await streams(client, size, 8)
-
-
-async def many(client: Client, size: Size) -> Figures:
-    return await streams(client, size, 32)
 
 
 async def cancel(client: Client, size: Size) -> Figures:
@@ -195,8 +184,8 @@ async def arrival(client: Client, size: Size) -> Figures:
 async def repeating(client: Client, size: Size) -> Figures:
     """The prompt has the story three times and its beginning once more, so the model continues it."""
     lines = [f"{client.chance.choice(NAMES)} {line}" for line in STORY]
-    told = " ".join(lines)
-    answer = await client.ask(f"{told}\n\n" * 3 + lines[0], size.reply)
+    story = " ".join(lines)
+    answer = await client.ask(f"{story}\n\n" * 3 + lines[0], size.reply)
     return {TOKENS_A_SECOND: _after_the_first(answer, size)}
 
 
@@ -220,19 +209,17 @@ STORY = [
     "counted eleven boats where there should have been twelve.",
     "wrote all of it into the green book, page after page.",
 ]
+STREAMS = {"one": 1, "eight": 8, "many": 32}
 WORKLOADS: dict[str, Callable[[Client, Size], Awaitable[Figures]]] = {
     "shared": shared,
     "conversations": conversations,
-    "one": one,
-    "eight": eight,
-    "many": many,
+    **{name: partial(streams, count=count) for name, count in STREAMS.items()},
     "arrival": arrival,
     "repeating": repeating,
     "original": original,
     "cancel": cancel,
 }
 TOKENS_A_SECOND, DECODED = "tokens/s", "decoded tokens/s"
-STREAMS = {"one": 1, "eight": 8, "many": 32}
 DRAFTING = ("repeating", "original")
 TARGETS = {
     ("shared", "all done, s"): "at most 0.17",
@@ -314,8 +301,8 @@ def bare(workloads: Sequence[str], size: Size) -> Mapping[str, float]:
         return {}
     counts = [str(STREAMS[workload]) for workload in workloads]
     command = [sys.executable, "-m", "bench.bare", str(sources.fetch("smollm2")), str(THREADS), str(size.stream)]
-    told = subprocess.run([*command, *counts], check=True, capture_output=True, text=True).stdout
-    return dict(zip(workloads, map(float, told.split()), strict=True))
+    output = subprocess.run([*command, *counts], check=True, capture_output=True, text=True).stdout
+    return dict(zip(workloads, map(float, output.split()), strict=True))
 
 
 def show(results: Results) -> None:

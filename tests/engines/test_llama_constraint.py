@@ -13,7 +13,6 @@ from dragoman.core.events import Event
 from dragoman.core.features import Feature
 from dragoman.core.request import (
     Asked,
-    GenerationRequest,
     Grammar,
     JsonObject,
     JsonSchema,
@@ -267,8 +266,8 @@ async def test_thinking_before_a_constrained_reply(engine: LlamaEngine) -> None:
     opener = (await engine.tokenize("<think>", special=False))[0]
     # The bias makes the model think, and the budget ends the thinking.
     lead = Sampling(temperature=0, logit_bias={opener: 30})
-    asked = chat("A number.", constraint=JsonSchema(schema), thinking=thinking, sampling=lead, max_tokens=120)
-    answer = await collect(engine, asked)
+    request = chat("A number.", constraint=JsonSchema(schema), thinking=thinking, sampling=lead, max_tokens=120)
+    answer = await collect(engine, request)
     assert answer.text.startswith("<think>")
     thought, _, rest = answer.text.partition("</think>")
     assert len(await engine.tokenize(thought, special=False)) < 20
@@ -298,8 +297,8 @@ async def test_thinking_that_the_prompt_has_opened(engine: LlamaEngine) -> None:
     )
     schema = closed(n=SMALL)
     for thinking in (Thinking(budget_tokens=6), Thinking(effort="none")):
-        asked = chat("A number.", constraint=JsonSchema(schema), thinking=thinking, max_tokens=100)
-        answer = await collect(engine, asked)
+        request = chat("A number.", constraint=JsonSchema(schema), thinking=thinking, max_tokens=100)
+        answer = await collect(engine, request)
         assert answer.started.thinking
         thought, closer, rest = answer.text.partition("</think>")
         assert closer
@@ -336,44 +335,11 @@ async def test_forced_tool_call_in_each_format(model_path: Path, kind: str) -> N
         assert "get_weather" in answer.text
 
 
-# Hostile schemas and grammars.
-
-PICK = Tool("pick", "Pick a card", {"type": "object", "properties": {"suit": {"enum": ["hearts", "spades"]}}})
-
-
-async def test_least_integer_in_a_schema_does_not_end_the_engine(engine: LlamaEngine) -> None:
-    asked, least = (Asked(Feature.CONSTRAINT, "response_format"),), -(2**63)
-    for schema in ({"const": least}, {"type": "integer", "minimum": least, "maximum": least}):
-        answer = await collect(engine, chat("A number.", constraint=JsonSchema(schema), asked=asked, max_tokens=40))
-        assert answer.started.ignored
-        assert set(answer.started.ignored) <= {f"response_format.{keyword}" for keyword in schema}
-        if answer.finished.reason == "stop":
-            assert isinstance(json.loads(answer.text), int)
-
-
-def hostile(patterns: int) -> GenerationRequest:
-    schema = {"type": "string", "allOf": [{"pattern": f"a.*b{at}"} for at in range(patterns)]}
-    return chat("Hi.", constraint=JsonSchema(schema), principal="mallory")
-
-
-async def test_schemas_that_take_too_long_are_refused_and_other_requests_are_answered(engine: LlamaEngine) -> None:
-    await collect(engine, chat("Roll!", tools=(ROLL,), max_tokens=2))
-    tasks = [asyncio.create_task(collect(engine, hostile(count))) for count in range(40, 46)]
-    forced = ToolChoice("required", parallel=False)
-    asked = chat("A card!", tools=(PICK,), tool_choice=forced, max_tokens=60, principal="alice")
-    assert "pick" in (await collect(engine, asked)).text
-    with pytest.raises(InvalidSchema):
-        await tasks[0]
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-
-
 async def test_grammar_that_becomes_too_complex_in_mid_reply_is_an_invalid_schema(engine: LlamaEngine) -> None:
     # Any letter may begin the run of 200 others, so the automaton exceeds its limits after a few tokens.
-    asked = chat("Go on.", constraint=Regex("(.*[a-m].{200}x)"), sampling=Sampling(temperature=0), max_tokens=60)
+    request = chat("Go on.", constraint=Regex("(.*[a-m].{200}x)"), sampling=Sampling(temperature=0), max_tokens=60)
     received: list[Event] = []
     with pytest.raises(InvalidSchema, match="can no longer be constrained"):
-        await engine.deliver(asked, received.extend)
+        await engine.deliver(request, received.extend)
     assert len(received) >= 2
     assert len((await collect(engine, completion(max_tokens=4))).tokens) == 4

@@ -100,8 +100,8 @@ async def test_logprobs_are_close_for_all_kv_types(model_path: Path) -> None:
     found: list[list[float]] = []
     for kv in ("f16", "q8_0"):
         async with running_engine(model_path, slots=1, context=256, kv=kv) as engine:
-            asked = completion(SEA, max_tokens=8, ignore_eos=True, logprobs=Logprobs(prompt=True))
-            answer = await collect(engine, asked)
+            request = completion(SEA, max_tokens=8, ignore_eos=True, logprobs=Logprobs(prompt=True))
+            answer = await collect(engine, request)
             found.append([logprob.logprob or 0.0 for logprob in answer.started.prompt_logprobs])
             assert (await collect(engine, completion())).text.startswith(" Paris")
             # Cached prefixes work with this type too.

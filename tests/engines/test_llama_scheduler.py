@@ -98,26 +98,14 @@ def test_next_turn_continues_in_its_slot() -> None:
     assert chunks_of(plan) == [(1, 105, 3, 1)]
 
 
-def test_follower_reuses_a_cancelled_leader() -> None:
+@pytest.mark.parametrize(("fails", "chunk"), [(False, (1, 64, 36, 1)), (True, (1, 0, 64, 0))])
+def test_follower_reuses_a_cancelled_leader_but_not_a_failed_one(fails: bool, chunk: tuple[int, ...]) -> None:
     world = SchedulerModel(2)
     for _ in range(2):
         world.add(tuple(range(100)), 1)
-    world.step(64)
+    world.step(64, failing=frozenset({0} if fails else ()))
     world.end(0)
-    plan = world.step(64)
-    assert chunks_of(plan) == [(1, 64, 36, 1)]
-    assert plan.chunks[0].sequence == 0
-    assert world.scheduler.shared(1) == 64
-
-
-def test_follower_does_not_reuse_a_failed_leader() -> None:
-    world = SchedulerModel(2)
-    for _ in range(2):
-        world.add(tuple(range(100)), 1)
-    world.step(64, failing=frozenset({0}))
-    plan = world.step(64)
-    assert not plan.effects
-    assert chunks_of(plan) == [(1, 0, 64, 0)]
+    assert chunks_of(world.step(64)) == [chunk]
 
 
 def test_waiting_job_gets_the_next_free_slot() -> None:

@@ -128,7 +128,7 @@ class Scheduler:
         self.isolate = isolate
         self.waiting: dict[int, Job] = {}
         self.slots: dict[int, _Slot] = {}
-        self.sequences = SequenceAllocator(slots, cached if sharing else 0, sharing=sharing, clock=clock)
+        self.sequences = SequenceAllocator(slots, cached, sharing=sharing, clock=clock)
         self.promised = PrefixTree()
         """The prompts of prefilling jobs."""
         self.in_flight: dict[int, Chunk] = {}
