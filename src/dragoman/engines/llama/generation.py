@@ -10,7 +10,7 @@ Rules
 5. Drafts do not change the choice of tokens: each token is picked from the logits of its own row, until one differs
    from the draft. Drafts do change the rounding of the logits, so a request with a seed has none.
 6. A list of forced tool calls ends when a call repeats the previous one word for word, because weak models would repeat
-   it for ever.
+   it forever.
 """
 
 import itertools
