@@ -1,7 +1,7 @@
-"""The bare loop: rows of different texts through `llama_decode`, the likeliest token of each, and again. What the
-engine could reach if nothing else cost time. A process of its own: bench/engine.py.
+"""The bare loop: decodes rows of different texts with llama.cpp and picks the most likely tokens, without an engine.
 
-python -m bench.bare MODEL THREADS TOKENS ROWS...        prints tokens per second for each number of rows
+Run by bench/engine.py as `python -m bench.bare MODEL THREADS TOKENS ROWS...`. Prints the tokens per second for each
+number of rows.
 """
 
 import random
@@ -15,23 +15,18 @@ PROMPT = 12
 
 
 def speed(context: Context, rows: int, tokens: int) -> float:
-    chance = random.Random(rows)
+    rng = random.Random(rows)
     context.clear_all()
     sampled = []
     for sequence in range(rows):
-        prompt = chance.choices(range(1000, 20000), k=PROMPT)
-        decode(context, prompt, list(range(PROMPT)), [sequence] * PROMPT)
+        prompt = rng.choices(range(1000, 20000), k=PROMPT)
+        context.decode_or_fail(prompt, range(PROMPT), [sequence] * PROMPT, [True] * PROMPT)
         sampled.append(int(context.logits(PROMPT - 1).argmax()))
     begun = time.perf_counter()
     for position in range(PROMPT, PROMPT + tokens):
-        decode(context, sampled, [position] * rows, list(range(rows)))
+        context.decode_or_fail(sampled, [position] * rows, range(rows), [True] * rows)
         sampled = [int(context.logits(row).argmax()) for row in range(rows)]
     return rows * tokens / (time.perf_counter() - begun)
-
-
-def decode(context: Context, tokens: list[int], positions: list[int], sequences: list[int]) -> None:
-    if code := context.decode(tokens, positions, sequences, [True] * len(tokens)):
-        raise SystemExit(f"llama_decode failed with code {code}")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The ceiling of the front-end benchmark: an ASGI app that decodes nothing and sends ready-made bytes.
+"""The upper bound of the front-end benchmark: an ASGI app that decodes nothing and sends ready-made bytes.
 
 Run by bench/frontend.py with the same arguments as bench/peer.py, and with the same turns of the event loop.
 """

@@ -1,10 +1,10 @@
-"""What keeping to a schema costs: tokens per second of the llama engine with one, against without.
+"""Measures the cost of a schema: tokens per second of the llama engine with and without one.
 
     python -m bench.constraints [--quick]
 
-SmolLM2 in this process, one stream and eight. Each round decodes the same number of tokens from the same prompt, once
-freely and once kept to a schema that is longer than that, one after the other; the ratio is taken within a round, and
-the median of the rounds is shown. Prompt and first token do not count.
+SmolLM2 runs in this process, with one stream and with eight. Each round decodes the same number of tokens from the same
+prompt, once without and once with a schema that no reply of this length completes. The figure is the median of the
+ratios of the rounds. Prompt and first token do not count.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SCHEMA = JsonSchema({"type": "array", "items": PERSON, "minItems": 500})
 PROMPT = "List the people of a small town as JSON, with name, age, email, role and tags."
 
 
-def request(constrained: bool, tokens: int, seed: int) -> GenerationRequest:
+def build_request(constrained: bool, tokens: int, seed: int) -> GenerationRequest:
     return GenerationRequest(
         messages=(Message("user", (Text(PROMPT),)),),
         constraint=SCHEMA if constrained else None,
@@ -47,8 +47,8 @@ def request(constrained: bool, tokens: int, seed: int) -> GenerationRequest:
     )
 
 
-async def decode(engine: LlamaEngine, asked: GenerationRequest) -> tuple[float, float, int]:
-    """When the first token came, when the last one did, and how many came after the first."""
+async def decode(engine: LlamaEngine, request: GenerationRequest) -> tuple[float, float, int]:
+    """Return the times of the first and the last token, and the number of tokens after the first."""
     begun, count = 0.0, -1
 
     def on_events(events: Sequence[Event]) -> None:
@@ -58,18 +58,18 @@ async def decode(engine: LlamaEngine, asked: GenerationRequest) -> tuple[float, 
         if isinstance(last, Finished) and last.usage is not None:
             count = last.usage.completion - 1
 
-    await engine.deliver(asked, on_events)
+    await engine.deliver(request, on_events)
     return begun, time.perf_counter(), count
 
 
 async def speed(engine: LlamaEngine, constrained: bool, streams: int, tokens: int) -> float:
-    """Tokens per second of all streams together."""
-    found = await asyncio.gather(*(decode(engine, request(constrained, tokens, seed)) for seed in range(streams)))
+    """Return the tokens per second of all streams together."""
+    found = await asyncio.gather(*(decode(engine, build_request(constrained, tokens, seed)) for seed in range(streams)))
     return rate(found)
 
 
 def rate(found: Sequence[tuple[float, float, int]]) -> float:
-    """Tokens per second of streams as `decode` tells them, over the time in which any of them was decoded."""
+    """Return the tokens per second of streams, as returned by `decode`, while any of them was decoding."""
     seconds = max(end for _, end, _ in found) - min(begun for begun, _, _ in found)
     return sum(count for _, _, count in found) / seconds
 
@@ -87,7 +87,9 @@ def show(streams: int, pairs: Sequence[tuple[float, float]]) -> None:
     free, kept = (statistics.median(column) for column in zip(*pairs, strict=True))
     ratio = statistics.median(with_schema / without for without, with_schema in pairs)
     verdict = "ok" if ratio >= TARGET else f"below {TARGET}"
-    print(f"{streams} streams: {free:7.1f} tok/s freely, {kept:7.1f} tok/s to a schema, ratio {ratio:.3f} ({verdict})")
+    print(
+        f"{streams} streams: {free:7.1f} tok/s without, {kept:7.1f} tok/s with a schema, ratio {ratio:.3f} ({verdict})"
+    )
 
 
 async def run(rounds: int, tokens: int) -> None:

@@ -1,23 +1,22 @@
-"""How fast the llama engine is through the HTTP API, against llama.cpp's own HTTP server.
+"""Measures the llama engine through the HTTP API, side by side with llama.cpp's own HTTP server.
 
     python -m bench.engine [--quick] [--rounds N] [--only WORKLOAD ...]
 
-The same model file, slots, context and threads for both, the same requests by the same client. The peer is
-`xllamacpp.Server` (bench/llamacpp.py), once as it is and once with n_batch 256; the better one of the two counts, for
-each figure. Servers take turns; medians of the rounds are shown. What drafts gain is measured against ourselves
-without them.
+Both have the same model file, slots, context and threads, and get the same requests. The peer is `xllamacpp.Server`
+(bench/llamacpp.py) with its defaults and with n_batch 256; the better one counts for each figure. Servers take turns;
+medians of the rounds are shown. Drafts are compared with Dragoman without drafts.
 
-    shared            16 at once: 1,200 tokens in common, 20 of their own, 32 new
-    conversations     8 of 6 turns each, interleaved; each turn's prompt is all that was said before and something new
-    one, eight, many  1, 8 and 32 streams of a short prompt each, 64 new tokens; the tokens after the first ones also
-                      against the bare loop (bench/bare.py)
+    shared            16 requests at once: 1,200 common tokens, 20 of their own, 32 new
+    conversations     8 with 6 turns each, interleaved; each prompt has all earlier turns and a new one
+    one, eight, many  1, 8 and 32 streams with a short prompt, 64 new tokens; the tokens after the first ones are also
+                      compared with the bare loop (bench/bare.py)
     arrival           a prompt of 1,200 tokens arrives while another stream decodes
     repeating         a reply of 200 tokens that repeats a text of its prompt, as an edited file does
-    original          a reply of 200 tokens drawn by chance, which repeats nothing
-    cancel            how long until a slot is free whose request, being decoded or taken in, is not wanted any more
+    original          a sampled reply of 200 tokens that repeats nothing
+    cancel            seconds until a slot is free after its request was cancelled, while decoding or in its prompt
 
-All that is held against llama.cpp is also measured with the record of `dragoman tune smollm2`, if there is one. What a
-schema costs is in bench/constraints.py.
+Comparisons with llama.cpp also run with the record of `dragoman tune smollm2`, if there is one. bench/constraints.py
+measures the cost of a schema.
 """
 
 import argparse
@@ -28,16 +27,16 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import httpx
 from tools.ports import free_port
 
+from bench.servers import run_dragoman, run_server
 from dragoman.files import sources
 
 SLOTS, CONTEXT = 32, 2048
@@ -50,7 +49,7 @@ TOKENS = range(1000, 20000)
 
 
 class Size(NamedTuple):
-    """How much of everything."""
+    """Numbers of requests and tokens."""
 
     requests: int = 16
     shared: int = 1200
@@ -65,7 +64,7 @@ QUICK = Size(requests=8, shared=400, new=16, conversations=3, turns=3, stream=32
 
 
 class Answer(NamedTuple):
-    """When it was asked for, when its parts came, and what it says."""
+    """A reply, with the times of its request and of its parts."""
 
     begun: float
     arrivals: Sequence[float]
@@ -76,14 +75,14 @@ class Answer(NamedTuple):
         return self.arrivals[0] - self.begun
 
     def worst_gap(self, since: float, until: float) -> float:
-        """The longest silence of which a part lies between the two times."""
+        """Return the longest time between two parts that overlaps the given interval."""
         pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
         return max((after - before for before, after in pairs if after > since and before < until), default=0.0)
 
 
 class Client:
     def __init__(self, port: int, chance: random.Random) -> None:
-        # Both get a new connection for each request: llama.cpp closes those that were idle for a while.
+        # Each request gets a new connection: llama.cpp closes idle ones after a while.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         url = f"http://127.0.0.1:{port}"
         self.http = httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False)
@@ -101,7 +100,7 @@ class Client:
     ) -> Answer:
         body: dict[str, object] = {"model": "smollm2", "prompt": prompt, "max_tokens": new, "temperature": temperature}
         if temperature:
-            # Without chance it would only keep us from drafting.
+            # Greedy requests have no seed, because it would disable drafts.
             body["seed"] = 7
         begun, arrivals, texts = time.perf_counter(), [], []
         request = self.http.stream("POST", "/v1/completions", json={**body, "ignore_eos": True, "stream": True})
@@ -132,15 +131,15 @@ async def shared(client: Client, size: Size) -> Figures:
 async def conversations(client: Client, size: Size) -> Figures:
     words = ["river", "stone", "lantern", "engine", "garden", "letter", "market", "window", "silver", "bridge"]
 
-    async def talk(seed: int) -> None:
+    async def converse(seed: int) -> None:
         chance = random.Random(seed)
-        said = f"A conversation about the {chance.choice(words)}, number {seed}.\n"
+        text = f"A conversation about the {chance.choice(words)}, number {seed}.\n"
         for turn in range(size.turns):
-            said += f"\nQuestion {turn}: " + " ".join(chance.choices(words, k=40)) + "?\nAnswer:"
-            said += (await client.ask(said, size.new)).text
+            text += f"\nQuestion {turn}: " + " ".join(chance.choices(words, k=40)) + "?\nAnswer:"
+            text += (await client.ask(text, size.new)).text
 
     begun = time.perf_counter()
-    await asyncio.gather(*(talk(client.chance.randrange(10**9)) for _ in range(size.conversations)))
+    await asyncio.gather(*(converse(client.chance.randrange(10**9)) for _ in range(size.conversations)))
     return {"all done, s": time.perf_counter() - begun}
 
 
@@ -153,23 +152,11 @@ async def streams(client: Client, size: Size, count: int) -> Figures:
     return {TOKENS_A_SECOND: count * size.stream / (done - begun), DECODED: later / (done - first)}
 
 
-async def one(client: Client, size: Size) -> Figures:
-    return await streams(client, size, 1)
-
-
-async def eight(client: Client, size: Size) -> Figures:
-    return await streams(client, size, 8)
-
-
-async def many(client: Client, size: Size) -> Figures:
-    return await streams(client, size, 32)
-
-
 async def cancel(client: Client, size: Size) -> Figures:
-    """There is one slot: as soon as it is free, the next in line has its first token."""
+    """With one slot, the next request in the queue gets its first token as soon as the slot is free."""
     alone = (await client.ask(client.tokens(12), 1)).first
     found = {}
-    for what, prompt, wait in (("decoding", 12, 0.5), ("taken in", size.shared, 0.3)):
+    for what, prompt, wait in (("decoding", 12, 0.5), ("prefilling", size.shared, 0.3)):
         leaving = asyncio.create_task(client.ask(client.tokens(prompt), 1000))
         await asyncio.sleep(wait)
         queued = asyncio.create_task(client.ask(client.tokens(12), 1000))
@@ -195,10 +182,10 @@ async def arrival(client: Client, size: Size) -> Figures:
 
 
 async def repeating(client: Client, size: Size) -> Figures:
-    """Told three times and begun once more, it is told on."""
+    """The prompt has the story three times and its beginning once more, so the model continues it."""
     lines = [f"{client.chance.choice(NAMES)} {line}" for line in STORY]
-    told = " ".join(lines)
-    answer = await client.ask(f"{told}\n\n" * 3 + lines[0], size.reply)
+    story = " ".join(lines)
+    answer = await client.ask(f"{story}\n\n" * 3 + lines[0], size.reply)
     return {TOKENS_A_SECOND: _after_the_first(answer, size)}
 
 
@@ -208,7 +195,7 @@ async def original(client: Client, size: Size) -> Figures:
 
 
 def _after_the_first(answer: Answer, size: Size) -> float:
-    """The prompt is none of it."""
+    """Return tokens per second without the prompt and the first token."""
     return (size.reply - 1) / (answer.arrivals[-1] - answer.arrivals[0])
 
 
@@ -222,19 +209,17 @@ STORY = [
     "counted eleven boats where there should have been twelve.",
     "wrote all of it into the green book, page after page.",
 ]
+STREAMS = {"one": 1, "eight": 8, "many": 32}
 WORKLOADS: dict[str, Callable[[Client, Size], Awaitable[Figures]]] = {
     "shared": shared,
     "conversations": conversations,
-    "one": one,
-    "eight": eight,
-    "many": many,
+    **{name: partial(streams, count=count) for name, count in STREAMS.items()},
     "arrival": arrival,
     "repeating": repeating,
     "original": original,
     "cancel": cancel,
 }
 TOKENS_A_SECOND, DECODED = "tokens/s", "decoded tokens/s"
-STREAMS = {"one": 1, "eight": 8, "many": 32}
 DRAFTING = ("repeating", "original")
 TARGETS = {
     ("shared", "all done, s"): "at most 0.17",
@@ -248,58 +233,31 @@ TARGETS = {
     ("repeating", TOKENS_A_SECOND): "at least 1.5",
     ("original", TOKENS_A_SECOND): "at least 0.97",
     ("cancel", "decoding: free after, s"): "ours at most 0.2 s",
-    ("cancel", "taken in: free after, s"): "ours at most 0.2 s",
+    ("cancel", "prefilling: free after, s"): "ours at most 0.2 s",
 }
 
 
 @contextmanager
-def running(command: Sequence[str], port: int, health: str) -> Iterator[int]:
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 120
-        while not _healthy(port, health):
-            if child.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the server did not start: {' '.join(command)}")
-            time.sleep(0.1)
-        yield port
-    finally:
-        child.terminate()
-        try:
-            child.wait(10)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-
-
-def _healthy(port: int, path: str) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}{path}", trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-@contextmanager
 def server(name: str) -> Iterator[int]:
-    port, model = free_port(), str(sources.fetch("smollm2"))
+    """Run a server and yield its port."""
+    model = str(sources.fetch("smollm2"))
     if name in (PEER, PEER_256):
+        port = free_port()
         arguments = [str(port), model, str(SLOTS), str(CONTEXT), str(THREADS), *(["256"] if name == PEER_256 else [])]
-        with running([sys.executable, "-m", "bench.llamacpp", *arguments], port, "/health"):
+        command = [sys.executable, "-m", "bench.llamacpp", *arguments]
+        with run_server(command, f"http://127.0.0.1:{port}/health"):
             yield port
         return
     options = {"source": model, "slots": 1 if name == ONE_SLOT else SLOTS, "context": CONTEXT, "threads": THREADS}
     if name != TUNED:
         options["layout"] = "as-is"
     options["speculation"] = name != PLAIN
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "dragoman.json"
-        config.write_text(json.dumps({"models": {"smollm2": options}}))
-        command = [sys.executable, "-m", "dragoman", "serve", "--config", str(config), "--port", str(port)]
-        with running(command, port, "/ready"):
-            yield port
+    with run_dragoman({"models": {"smollm2": options}}) as (port, _):
+        yield port
 
 
 async def measure(port: int, workload: str, seed: int, size: Size) -> Figures:
-    # No workload may find what another one has left in memory.
+    # Each workload has prompts of its own, so that it finds no prefixes of another one in memory.
     client = Client(port, random.Random(f"{workload} {seed}"))
     try:
         await client.ask(client.tokens(8), 4)
@@ -343,12 +301,12 @@ def bare(workloads: Sequence[str], size: Size) -> Mapping[str, float]:
         return {}
     counts = [str(STREAMS[workload]) for workload in workloads]
     command = [sys.executable, "-m", "bench.bare", str(sources.fetch("smollm2")), str(THREADS), str(size.stream)]
-    told = subprocess.run([*command, *counts], check=True, capture_output=True, text=True).stdout
-    return dict(zip(workloads, map(float, told.split()), strict=True))
+    output = subprocess.run([*command, *counts], check=True, capture_output=True, text=True).stdout
+    return dict(zip(workloads, map(float, output.split()), strict=True))
 
 
 def show(results: Results) -> None:
-    print(f"{'':46}{'ours':>9}{'other':>9}{'ratio':>8}   target of the ratio where nothing else is said")
+    print(f"{'':46}{'ours':>9}{'other':>9}{'ratio':>8}   target, of the ratio unless stated")
     for (workload, figure), values in results.items():
         medians = {name: statistics.median(found) for name, found in values.items()}
         for ours, others, target in comparisons(workload, figure):
@@ -360,7 +318,7 @@ def show(results: Results) -> None:
 
 
 def comparisons(workload: str, figure: str) -> Sequence[tuple[str, Sequence[str], str]]:
-    """Whose figure is held against whose, and what the ratio ought to be."""
+    """Return the server, those it is compared with, and the target of the ratio."""
     if workload == "cancel":
         return [(ONE_SLOT, (), TARGETS[workload, figure])]
     if workload in DRAFTING:

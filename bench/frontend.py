@@ -1,15 +1,16 @@
-"""How fast the front end is: frames and requests per second of one core.
+"""Measures the speed of the front end: frames and requests per second of one core.
 
     python -m bench.frontend [--quick]
 
-Dragoman with the scripted engine and the whole pipeline in place, side by side with a FastAPI + pydantic server of the
-same route (bench/peer.py), once on plain uvicorn and once on uvicorn with uvloop and httptools, and with an ASGI app
-that only sends ready-made bytes (bench/ceiling.py): no server on uvicorn can be faster. Frames also side by side with a
-plain loop of `send` calls (bench/sends.py), which is faster than any server that sends a frame when it is there.
+Dragoman runs with the scripted engine and the whole pipeline, side by side with
 
-Figures are per second of CPU time that the server used, so that what else the machine does matters little; once of all
-its CPU time, once of what it spent in user space, without the kernel's work of sending, which no server can avoid.
-Server and load generator each have a core of their own where there are two. Rounds alternate; medians are shown.
+    bench/peer.py       a FastAPI and pydantic server with the same route, on plain uvicorn and on uvicorn[standard]
+    bench/ceiling.py    an ASGI app that only sends ready-made bytes: no server on uvicorn can be faster
+    bench/sends.py      for frames, a plain loop of `send` calls: no server that sends each frame at once can be faster
+
+Figures are per second of the server's CPU time, so that other load matters little: of all its CPU time, and of the part
+in user space, without the kernel's work of sending. Server and load generator have a core each if there are two. Rounds
+alternate; medians are shown.
 """
 
 import argparse
@@ -18,19 +19,18 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
-from urllib.error import URLError
-from urllib.request import urlopen
+from typing import Any, NamedTuple, TypeVar, cast
 
 import uvloop
 from tools.ports import free_port
+
+from bench.servers import pin_to, run_dragoman, run_server
 
 STREAMS = 100
 CHUNK = 4
@@ -44,59 +44,21 @@ SENDS = {"plain sends": ("bench.sends", "-", "-")}
 OURS = "Dragoman"
 
 
+T = TypeVar("T")
 TICKS = os.sysconf("SC_CLK_TCK")
-CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
-def pinned(core: int) -> Callable[[], None] | None:
-    if len(CORES) < 2:
-        return None
-    return lambda: os.sched_setaffinity(0, {CORES[core]})
-
-
-@contextmanager
-def process(command: list[str], port: int) -> Iterator[int]:
-    child = subprocess.Popen(command, preexec_fn=pinned(0), stderr=subprocess.DEVNULL)
-    try:
-        served_until_ready(child, port)
-        yield child.pid
-    finally:
-        child.terminate()
-        child.wait(10)
-
-
-def served_until_ready(child: subprocess.Popen[bytes], port: int, seconds: int = 20) -> None:
-    for _ in range(seconds * 10):
-        try:
-            urlopen(f"http://127.0.0.1:{port}/ready", timeout=1).close()
-            return
-        except (URLError, OSError):
-            time.sleep(0.1)
-        if child.poll() is not None:
-            break
-    raise SystemExit(f"the server on port {port} did not start: {child.args!r}")
+def run_scripted(**options: Any) -> AbstractContextManager[tuple[int, int]]:
+    """Run Dragoman with the scripted engine; yields its port and process id."""
+    models = {"scripted": {"engine": "scripted", **options}}
+    return run_dragoman({"models": models, "limits": {"queue": 5000, "keepalive_seconds": 3600}}, is_pinned=True)
 
 
 @contextmanager
-def dragoman(**options: Any) -> Iterator[tuple[int, int]]:
-    port = free_port()
-    config = {
-        "models": {"scripted": {"engine": "scripted", **options}},
-        "limits": {"queue": 5000, "keepalive_seconds": 3600},
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "dragoman.yaml"
-        path.write_text(json.dumps(config))
-        command = [sys.executable, "-m", "dragoman", "serve", "--config", str(path), "--port", str(port)]
-        with process(command, port) as pid:
-            yield port, pid
-
-
-@contextmanager
-def peer(text: str, burst: int, module: str, loop: str, http: str) -> Iterator[tuple[int, int]]:
+def run_peer(text: str, burst: int, module: str, loop: str, http: str) -> Iterator[tuple[int, int]]:
     port = free_port()
     command = [sys.executable, "-m", module, str(port), text, str(burst), loop, http]
-    with process(command, port) as pid:
+    with run_server(command, f"http://127.0.0.1:{port}/ready", is_pinned=True) as pid:
         yield port, pid
 
 
@@ -122,23 +84,35 @@ class Speed(NamedTuple):
 
     @classmethod
     def of(cls, count: int, begun: tuple[float, float], ended: tuple[float, float]) -> "Speed":
-        # Less than one tick of the clock cannot be told from nothing.
+        # The clock cannot measure less than one tick.
         user, kernel = max(ended[0] - begun[0], 1 / TICKS), ended[1] - begun[1]
         return cls(count / (user + kernel), count / user)
 
 
-class Stream(asyncio.Protocol):
-    """One streaming request: counts frames and notes when they came."""
+class Connection(asyncio.Protocol):
+    """Sends a request. `done` gets the number of frames or replies."""
 
-    def __init__(self, note: Callable[[int], None] | None = None) -> None:
+    def __init__(self, request: bytes) -> None:
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.frames = 0
-        self.tail = b""
-        self.note = note
+        self.request = request
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
-        self.transport.write(request_bytes(stream=True))
+        self.transport.write(self.request)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_exception(ConnectionError("the connection was closed"))
+
+
+class Stream(Connection):
+    """One streaming request. `note` is called after each read with the number of frames so far."""
+
+    def __init__(self, note: Callable[[int], None] | None = None) -> None:
+        super().__init__(request_bytes(stream=True))
+        self.frames = 0
+        self.tail = b""
+        self.note = note
 
     def data_received(self, data: bytes) -> None:
         data = self.tail + data
@@ -150,31 +124,14 @@ class Stream(asyncio.Protocol):
             self.transport.close()
             self.done.set_result(self.frames)
 
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.done.done():
-            self.done.set_exception(ConnectionError("the stream broke off"))
 
-
-async def frames_per_second(port: int, pid: int, streams: int) -> Speed:
-    loop = asyncio.get_running_loop()
-    begun = cpu_times(pid)
-    opened = [await loop.create_connection(Stream, "127.0.0.1", port) for _ in range(streams)]
-    counts = await asyncio.gather(*(stream.done for _, stream in opened))
-    return Speed.of(sum(counts), begun, cpu_times(pid))
-
-
-class Caller(asyncio.Protocol):
-    """One connection that asks again and again."""
+class Caller(Connection):
+    """Repeats a request that is not streaming."""
 
     def __init__(self, calls: int) -> None:
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.left = calls
+        super().__init__(request_bytes(stream=False))
+        self.calls = self.left = calls
         self.data = b""
-        self.request = request_bytes(stream=False)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)
-        self.transport.write(self.request)
 
     def data_received(self, data: bytes) -> None:
         self.data += data
@@ -187,23 +144,24 @@ class Caller(asyncio.Protocol):
             self.transport.write(self.request)
         else:
             self.transport.close()
-            self.done.set_result(None)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.done.done():
-            self.done.set_exception(ConnectionError("the connection broke off"))
+            self.done.set_result(self.calls)
 
 
-async def requests_per_second(port: int, pid: int, connections: int, calls: int) -> Speed:
+async def run_connections(create: Callable[[], Connection], port: int, count: int) -> int:
+    """Return the number of frames or replies of all connections."""
     loop = asyncio.get_running_loop()
+    opened = [await loop.create_connection(create, "127.0.0.1", port) for _ in range(count)]
+    return sum(await asyncio.gather(*(connection.done for _, connection in opened)))
+
+
+async def measure_speed(create: Callable[[], Connection], count: int, port: int, pid: int) -> Speed:
     begun = cpu_times(pid)
-    opened = [await loop.create_connection(lambda: Caller(calls), "127.0.0.1", port) for _ in range(connections)]
-    await asyncio.gather(*(caller.done for _, caller in opened))
-    return Speed.of(connections * calls, begun, cpu_times(pid))
+    done = await run_connections(create, port, count)
+    return Speed.of(done, begun, cpu_times(pid))
 
 
 def cpu_times(pid: int) -> tuple[float, float]:
-    """Seconds in user space and in the kernel."""
+    """Return the seconds in user space and in the kernel."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[11]) / TICKS, int(fields[12]) / TICKS
 
@@ -217,11 +175,11 @@ def resident_bytes(pid: int) -> int:
 
 
 async def cpu_per_token(port: int, pid: int, tokens: int) -> list[tuple[int, float]]:
-    """CPU microseconds per token in each tenth of one long stream."""
+    """Return the CPU microseconds per token in each tenth of one long stream."""
     marks = [(0, cpu_seconds(pid))]
 
     def note(frames: int) -> None:
-        if frames >= (len(marks)) * tokens // 10:
+        if frames >= len(marks) * tokens // 10:
             marks.append((frames, cpu_seconds(pid)))
 
     _, stream = await asyncio.get_running_loop().create_connection(lambda: Stream(note), "127.0.0.1", port)
@@ -231,35 +189,29 @@ async def cpu_per_token(port: int, pid: int, tokens: int) -> list[tuple[int, flo
 
 
 async def lateness(port: int, streams: int, rate: float, tokens: int) -> list[float]:
-    """Seconds by which frames came after their time, of all streams."""
-    loop = asyncio.get_running_loop()
-    late: list[float] = []
+    """Return the seconds by which each frame of all streams was late."""
+    arrivals: list[list[tuple[int, float]]] = []
 
-    def follower() -> Stream:
-        arrivals: list[tuple[int, float]] = []
+    def follow() -> Stream:
+        arrivals.append(own := [])
+        return Stream(lambda frames: own.append((frames, time.perf_counter())))
 
-        def note(frames: int) -> None:
-            arrivals.append((frames, time.perf_counter()))
-
-        stream = Stream(note)
-        stream.done.add_done_callback(lambda _: late.extend(_behind(arrivals, rate, tokens)))
-        return stream
-
-    opened = [(await loop.create_connection(follower, "127.0.0.1", port))[1] for _ in range(streams)]
-    await asyncio.gather(*(stream.done for stream in opened))
-    return late
+    await run_connections(follow, port, streams)
+    return [late for own in arrivals for late in _behind(own, rate, tokens)]
 
 
 def _behind(arrivals: list[tuple[int, float]], rate: float, tokens: int) -> list[float]:
-    """Against the stream's own clock: its tokens are due at a fixed distance from each other. The first frame tells the
-    role and comes with the first token; what comes after the last token is not looked at."""
+    """Compare with the stream's own clock: tokens are due at a fixed distance from each other.
+
+    The first frame has the role and comes with the first token. Frames after the last token are ignored.
+    """
     offsets = [at - frames / rate for frames, at in arrivals if 1 < frames <= tokens]
     start = min(offsets)
     return [offset - start for offset in offsets]
 
 
 async def held_open(port: int, pid: int, streams: int) -> float:
-    """Bytes of memory per stream that waits."""
+    """Return the bytes of memory per waiting stream."""
     loop = asyncio.get_running_loop()
     warm = [(await loop.create_connection(Stream, "127.0.0.1", port)) for _ in range(50)]
     await asyncio.sleep(1)
@@ -273,21 +225,25 @@ async def held_open(port: int, pid: int, streams: int) -> float:
     return (after - before) / streams
 
 
-def run(work: Any) -> Any:
+def run(work: Coroutine[Any, Any, T]) -> T:
     with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
         return runner.run(work)
 
 
 def side_by_side(
-    rounds: int, measure: Callable[[int, int], Any], text: str, burst: int, peers: dict[str, tuple[str, str, str]]
+    rounds: int,
+    measure: Callable[[int, int], Coroutine[Any, Any, Speed]],
+    text: str,
+    burst: int,
+    peers: dict[str, tuple[str, str, str]],
 ) -> dict[str, Speed]:
-    """Medians, the servers taking turns."""
+    """Return the medians of rounds in which the servers take turns."""
     results: dict[str, list[Speed]] = {OURS: [], **{name: [] for name in peers}}
     for _ in range(rounds):
-        with dragoman(replies=[{"output": text}], burst=burst) as (port, pid):
+        with run_scripted(replies=[{"output": text}], burst=burst) as (port, pid):
             results[OURS].append(run(measure(port, pid)))
         for name, how in peers.items():
-            with peer(text, burst, *how) as (port, pid):
+            with run_peer(text, burst, *how) as (port, pid):
                 results[name].append(run(measure(port, pid)))
     return {name: Speed(*map(statistics.median, zip(*figures, strict=True))) for name, figures in results.items()}
 
@@ -305,27 +261,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round of everything")
     quick = parser.parse_args().quick
-    if pin := pinned(1):
+    if pin := pin_to(1):
         pin()
     rounds, tokens = (1, 300) if quick else (3, 1000)
     text = "word " * (tokens * CHUNK // 5)
 
-    figures = side_by_side(rounds, lambda port, pid: frames_per_second(port, pid, STREAMS), text, 1, PEERS | SENDS)
+    frames = partial(measure_speed, Stream, STREAMS)
+    figures = side_by_side(rounds, frames, text, 1, PEERS | SENDS)
     show(f"frames, {STREAMS} streams, one token ready at a time", figures, "4 times plain FastAPI")
-    figures = side_by_side(rounds, lambda port, pid: frames_per_second(port, pid, STREAMS), text * 4, 16, PEERS)
+    figures = side_by_side(rounds, frames, text * 4, 16, PEERS)
     show(f"frames, {STREAMS} streams, 16 tokens ready at a time", figures, "20 times plain FastAPI")
-    calls = 50 if quick else 200
-    figures = side_by_side(rounds, lambda port, pid: requests_per_second(port, pid, 64, calls), SHORT, 1, PEERS)
+    replies = partial(measure_speed, lambda: Caller(50 if quick else 200), 64)
+    figures = side_by_side(rounds, replies, SHORT, 1, PEERS)
     show("requests, 64 connections, short reply", figures, "6 times plain FastAPI")
 
     long = 20_000 if quick else 100_000
-    with dragoman(replies=[{"output": "x" * CHUNK * long}]) as (port, pid):
+    with run_scripted(replies=[{"output": "x" * CHUNK * long}]) as (port, pid):
         tenths = run(cpu_per_token(port, pid, long))
     print(f"\nCPU per token along one stream of {long:,} tokens   (target: flat)")
     print("  " + "  ".join(f"{at:,}: {cost:.1f} us" for at, cost in tenths))
 
     streams, seconds = (200, 3) if quick else (1000, 10)
-    with dragoman(replies=[{"output": "x" * CHUNK * 20 * seconds}], tokens_per_second=20) as (port, pid):
+    with run_scripted(replies=[{"output": "x" * CHUNK * 20 * seconds}], tokens_per_second=20) as (port, pid):
         begun = cpu_seconds(pid)
         late = sorted(run(lateness(port, streams, 20, 20 * seconds)))
         busy = (cpu_seconds(pid) - begun) / seconds
@@ -333,7 +290,7 @@ def main() -> None:
     print(f"  lateness p50 {late[len(late) // 2] * 1e3:.1f} ms, p99 {late[int(len(late) * 0.99)] * 1e3:.1f} ms")
     print(f"  CPU {busy:.0%} of one core")
 
-    with dragoman(replies=[{"output": "x" * 40}], hang_after=1) as (port, pid):
+    with run_scripted(replies=[{"output": "x" * 40}], hang_after=1) as (port, pid):
         held = run(held_open(port, pid, streams))
     print(f"\nmemory per idle stream: {held / 1024:.1f} KB   (target: below 64 KB)")
 

@@ -1,27 +1,21 @@
-"""What front ends cost their parent: CPU for a token that it passes on, and for a request that it lets in.
+"""Measures the CPU time that the parent of front ends needs for each token and each request.
 
     python -m bench.fronts [--workers 2] [--streams 256] [--tokens 400]
 
-The engine is one in a worker that makes a token for every stream in each step, as an engine with continuous batching
-does, and no work of its own. Beside the parent's figures are those of the front ends: what they do is what the parent
-would have to do without them.
+The engine runs in a worker and makes a token for every stream in each step, as with continuous batching, but does not
+compute. The figures of the front ends, beside those of the parent, are the work that the parent is spared.
 """
 
 import argparse
 import asyncio
-import json
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import msgspec
-from tools.ports import free_port
 
-from bench.frontend import Caller, Stream, cpu_seconds, run, served_until_ready
+from bench.frontend import Caller, Connection, Stream, cpu_seconds, run, run_connections
+from bench.servers import run_dragoman
 from dragoman.core.delivery import EventQueue
 from dragoman.core.engine import Engine, ModelInfo
 from dragoman.core.events import Finished, Listener, Started, TextDelta, Usage, notify
@@ -33,8 +27,8 @@ class SteppingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps_per_second: float = 100.0
 
 
-class Stepping(Engine):
-    """Every running request gets its next token in the same moment."""
+class SteppingEngine(Engine):
+    """All running requests get their next tokens at the same time."""
 
     Options = SteppingOptions
 
@@ -65,48 +59,22 @@ class Stepping(Engine):
     async def _step(self) -> None:
         while True:
             await asyncio.sleep(1 / self.options.steps_per_second)
-            for mailbox in self._running:
-                mailbox.put([TextDelta("word")])
+            for queue in self._running:
+                queue.put([TextDelta("word")])
 
     async def deliver(self, request: GenerationRequest, listener: Listener) -> None:
-        mailbox, made = EventQueue(), 0
-        wanted = self.options.tokens if request.max_tokens is None else request.max_tokens
-        self._running.add(mailbox)
+        queue, count = EventQueue(), 0
+        limit = self.options.tokens if request.max_tokens is None else request.max_tokens
+        self._running.add(queue)
         try:
             await notify(listener, [Started(10)])
-            while made < wanted:
-                events = await mailbox.take()
-                made += len(events)
+            while count < limit:
+                events = await queue.take()
+                count += len(events)
                 await notify(listener, events)
         finally:
-            self._running.discard(mailbox)
-        await notify(listener, [Finished("length", usage=Usage(10, made))])
-
-
-@contextmanager
-def server(workers: int, tokens: int) -> Iterator[tuple[int, int, list[int]]]:
-    """Its port, its process, its front ends."""
-    port = free_port()
-    config = {
-        "models": {
-            "scripted": {"engine": "bench.fronts:Stepping", "tokens": tokens},
-            "short": {"engine": "scripted", "replies": [{"output": "Paris is."}]},
-        },
-        "models_dir": [],
-        "workers": workers,
-        "limits": {"queue": 5000},
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "dragoman.yaml"
-        path.write_text(json.dumps(config))
-        command = [sys.executable, "-m", "dragoman", "serve", "--config", str(path), "--port", str(port)]
-        child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        try:
-            served_until_ready(child, port)
-            yield port, child.pid, fronts_of(child.pid)
-        finally:
-            child.terminate()
-            child.wait(10)
+            self._running.discard(queue)
+        await notify(listener, [Finished("length", usage=Usage(10, count))])
 
 
 def fronts_of(pid: int) -> list[int]:
@@ -114,23 +82,10 @@ def fronts_of(pid: int) -> list[int]:
     return [int(one) for one in children if b"frontends.process" in Path(f"/proc/{one}/cmdline").read_bytes()]
 
 
-async def streamed(port: int, streams: int) -> int:
-    loop = asyncio.get_running_loop()
-    opened = [await loop.create_connection(Stream, "127.0.0.1", port) for _ in range(streams)]
-    return sum(await asyncio.gather(*(stream.done for _, stream in opened)))
-
-
 class ShortCaller(Caller):
     def __init__(self, calls: int) -> None:
         super().__init__(calls)
         self.request = self.request.replace(b'"scripted"', b'"short"   ')
-
-
-async def asked(port: int, connections: int, calls: int) -> int:
-    loop = asyncio.get_running_loop()
-    opened = [await loop.create_connection(lambda: ShortCaller(calls), "127.0.0.1", port) for _ in range(connections)]
-    await asyncio.gather(*(caller.done for _, caller in opened))
-    return connections * calls
 
 
 def main() -> None:
@@ -140,15 +95,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400)
     options = parser.parse_args()
     print(f"{options.workers} workers; CPU in microseconds")
-    with server(options.workers, options.tokens) as (port, parent, fronts):
-        run(streamed(port, 8))
-        kinds: tuple[tuple[str, Callable[[], Coroutine[Any, Any, int]]], ...] = (
-            (f"per frame, {options.streams} streams", lambda: streamed(port, options.streams)),
-            ("per request with a short reply, 64 connections", lambda: asked(port, 64, 100)),
+    models = {
+        "scripted": {"engine": "bench.fronts:SteppingEngine", "tokens": options.tokens},
+        "short": {"engine": "scripted", "replies": [{"output": "Paris is."}]},
+    }
+    config = {"models": models, "models_dir": [], "workers": options.workers, "limits": {"queue": 5000}}
+    with run_dragoman(config) as (port, parent):
+        fronts = fronts_of(parent)
+        run(run_connections(Stream, port, 8))
+        kinds: tuple[tuple[str, Callable[[], Connection], int], ...] = (
+            (f"per frame, {options.streams} streams", Stream, options.streams),
+            ("per request with a short reply, 64 connections", lambda: ShortCaller(100), 64),
         )
-        for name, work in kinds:
+        for name, create, connections in kinds:
             begun = cpu_seconds(parent), sum(map(cpu_seconds, fronts))
-            count = run(work())
+            count = run(run_connections(create, port, connections))
             ended = cpu_seconds(parent), sum(map(cpu_seconds, fronts))
             own, others = ((after - before) / count * 1e6 for before, after in zip(begun, ended, strict=True))
             print(f"  {name:<50} parent {own:6.2f}   front ends {others:6.2f}   ({count:,})")

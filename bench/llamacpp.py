@@ -1,6 +1,6 @@
-"""llama.cpp's own HTTP server, as xllamacpp starts it, to measure against. A process of its own: bench/engine.py.
+"""llama.cpp's own HTTP server, as a peer.
 
-python -m bench.llamacpp PORT MODEL SLOTS CONTEXT THREADS [BATCH]
+Run by bench/engine.py as `python -m bench.llamacpp PORT MODEL SLOTS CONTEXT THREADS [BATCH]`.
 """
 
 import sys
@@ -10,7 +10,7 @@ import xllamacpp
 
 
 def params(port: int, model: str, slots: int, context: int, threads: int, batch: int | None) -> xllamacpp.CommonParams:
-    """Everything that is not named is llama.cpp's default."""
+    """All other values are llama.cpp's defaults."""
     chosen = xllamacpp.CommonParams()
     chosen.model.path = model
     chosen.port = port

@@ -1,7 +1,7 @@
-"""The floor under the front-end benchmark: frames as one `send` each, in a plain loop over all streams, and nothing
-else. What is left is the kernel's work and the call itself; no server that sends every frame at once can be faster.
+"""The lower bound of the front-end benchmark: a plain loop over all streams, with one `send` for each frame.
 
-Run by bench/frontend.py with the same arguments as bench/peer.py; the last two mean nothing here.
+Only the call and the kernel's work remain, so no server that sends every frame at once can be faster. Run by
+bench/frontend.py with the arguments of bench/peer.py; the last two are ignored.
 """
 
 import select
@@ -13,7 +13,7 @@ from bench.ceiling import Ceiling
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 READY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 QUIET_SECONDS = 0.1
-"""When nobody has come for so long, all streams that there will be are there."""
+"""After this time without a new connection, all streams are open."""
 
 
 def chunk(data: bytes) -> bytes:

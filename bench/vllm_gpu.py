@@ -1,9 +1,9 @@
-"""How much of vLLM's speed reaches the clients: through Dragoman and through vLLM's own server, on one GPU.
+"""Measures vLLM on one GPU: alone, through Dragoman and through its own server.
 
     python -m bench.vllm_gpu FOLDER [--only NAME ...] [--streams N ...] [--rounds N] [--json FILE]
 
-FOLDER is a model in Hugging Face's layout; without weights they are drawn by chance, which takes as long to compute.
-All have the same engine arguments, and one after the other has the GPU.
+FOLDER is a model in Hugging Face's layout. Without weights they are random, which takes as long to compute. All
+subjects have the same engine arguments, and use the GPU one after the other.
 
     offline      `LLM.generate` of all prompts at once: what the engine can do
     dragoman     our defaults
@@ -11,11 +11,10 @@ All have the same engine arguments, and one after the other has the GPU.
     serve-4      the same with --api-server-count 4
     serve-10     the same with --stream-interval 10
 
-Each level has so many streams at once, of 128 tokens in and 128 out, all of them begun in the same moment, a few times
-over; medians are shown. `chat` is 64 streams with a prompt of 4,000 tokens and tools, in requests per second. CPU
-seconds are those of the server and all its children; those of vLLM's engine process, which all servers have alike, are
-told beside them. The clients are several processes, whose own limit is measured too: `ceiling` is what they can take
-from servers that have every frame ready.
+Each level has N streams of 128 tokens in and 128 out, which begin at the same moment; medians of the rounds are shown.
+`chat` is 64 streams with a prompt of 4,000 tokens and tools, in requests per second. CPU seconds are those of the
+server and all its children; those of vLLM's engine process, which all servers have, are shown beside them. The clients
+are several processes. Their own limit is `ceiling`: what they receive from servers that have every frame ready.
 """
 
 import argparse
@@ -26,7 +25,6 @@ import multiprocessing
 import os
 import random
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -36,11 +34,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.error import URLError
-from urllib.request import urlopen
 
 from tools.ports import free_port
 
+from bench.servers import run_dragoman, run_server
 from dragoman.loadtest.target import Target
 
 NAME = "bench"
@@ -82,7 +79,7 @@ class Figures(NamedTuple):
 
 
 class Reading:
-    """As little as tells the first token, the frames and the usage: this is not what is measured."""
+    """Finds the first token, the frames and the usage with as little work as possible."""
 
     def __init__(self) -> None:
         self.first = 0.0
@@ -101,7 +98,7 @@ class Reading:
 
 
 def client(pipe: Pipe) -> None:
-    """Asks what it is told to ask, as many at once, and tells what came."""
+    """Run the jobs from the pipe: send all requests of a job at once, and return the replies."""
     with contextlib.suppress(ImportError):
         import uvloop
 
@@ -131,7 +128,7 @@ async def _ask(target: Target, route: str, body: bytes) -> Seen:
 
 
 class Load:
-    """The processes that ask."""
+    """The client processes."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -161,12 +158,12 @@ def completion(seed: int) -> bytes:
     numbers = random.Random(seed)
     prompt = [numbers.choice(TOKENS) for _ in range(PROMPT)]
     usage = {"stream": True, "stream_options": {"include_usage": True}}
-    asked = {"model": NAME, "prompt": prompt, "max_tokens": REPLY, "ignore_eos": True, "temperature": 1.0, **usage}
-    return json.dumps(asked).encode()
+    body = {"model": NAME, "prompt": prompt, "max_tokens": REPLY, "ignore_eos": True, "temperature": 1.0, **usage}
+    return json.dumps(body).encode()
 
 
 def chat(seed: int) -> bytes:
-    """As an agent asks: long instructions and tools that are everybody's, and a question of its own."""
+    """Return a request like an agent's: long instructions and tools that all share, and a question of its own."""
     numbers = random.Random(7)
     words = [f"rule{numbers.randrange(100)}" for _ in range(CHAT_TOKENS // 5)]
     parameters = {"type": "object", "properties": {"path": {"type": "string"}, "line": {"type": "integer"}}}
@@ -178,19 +175,19 @@ def chat(seed: int) -> bytes:
         {"role": "system", "content": " ".join(words)},
         {"role": "user", "content": f"Question {seed}: " + " ".join(str(numbers.random()) for _ in range(10))},
     ]
-    asked = {"model": NAME, "messages": messages, "tools": tools, "max_tokens": CHAT_REPLY, "ignore_eos": True}
-    return json.dumps(asked | {"stream": True, "stream_options": {"include_usage": True}}).encode()
+    body = {"model": NAME, "messages": messages, "tools": tools, "max_tokens": CHAT_REPLY, "ignore_eos": True}
+    return json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
 
 
-class Spent(NamedTuple):
-    """CPU seconds of a server with all its children, and those of vLLM's own engine process among them."""
+class CpuSeconds(NamedTuple):
+    """CPU seconds of a server with all its children, and of vLLM's engine process among them."""
 
     total: float
     engine: float
 
 
-def spent(pid: int) -> Spent:
-    """So far, by the processes that still run."""
+def cpu_seconds(pid: int) -> CpuSeconds:
+    """Return what the running processes have used so far."""
     processes: dict[int, tuple[int, float, bool]] = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -202,16 +199,16 @@ def spent(pid: int) -> Spent:
     while more := {child for child, (parent, *_) in processes.items() if parent in tree and child not in tree}:
         tree |= more
     counted = [processes[one] for one in tree if one in processes]
-    return Spent(sum(one[1] for one in counted), sum(one[1] for one in counted if one[2]))
+    return CpuSeconds(sum(one[1] for one in counted), sum(one[1] for one in counted if one[2]))
 
 
-def measured(load: Load, url: str, pid: int, route: str, bodies: Sequence[bytes]) -> Figures:
-    before = spent(pid)
+def measure_round(load: Load, url: str, pid: int, route: str, bodies: Sequence[bytes]) -> Figures:
+    before = cpu_seconds(pid)
     seen = load.ask(url, route, bodies)
-    after = spent(pid)
+    after = cpu_seconds(pid)
     good = [one for one in seen if one.status == 200 and one.tokens]
     if not good:
-        raise SystemExit(f"nothing came back: status {seen[0].status}")
+        raise SystemExit(f"no request succeeded: status {seen[0].status}")
     seconds = max(one.ended for one in good) - min(one.begun for one in good)
     tokens = sum(one.tokens for one in good)
     first = sorted(one.first - one.begun for one in good)
@@ -231,22 +228,22 @@ def medians(rounds: Sequence[Figures]) -> Figures:
     return Figures(*(statistics.median(values) for values in zip(*rounds, strict=True)))
 
 
-def of_server(load: Load, url: str, pid: int, streams: Sequence[int], rounds: int) -> dict[str, Figures]:
-    """All levels of one server, the first round of each not counted: it is when things are compiled and cached."""
+def measure_server(load: Load, url: str, pid: int, streams: Sequence[int], rounds: int) -> dict[str, Figures]:
+    """Measure all levels of one server. The first round of each does not count: it compiles and fills caches."""
     found = {}
     for count in streams:
         bodies = [[completion(1000 * turn + at) for at in range(count)] for turn in range(rounds + 1)]
-        runs = [measured(load, url, pid, "completions", part) for part in bodies]
+        runs = [measure_round(load, url, pid, "completions", part) for part in bodies]
         found[str(count)] = medians(runs[1:])
-        print(f"  {count:4} streams: {shown(found[str(count)])}", flush=True)
+        print(f"  {count:4} streams: {format_figures(found[str(count)])}", flush=True)
     bodies = [[chat(1000 * turn + at) for at in range(CHAT_STREAMS)] for turn in range(rounds + 1)]
-    runs = [measured(load, url, pid, "chat/completions", part) for part in bodies]
+    runs = [measure_round(load, url, pid, "chat/completions", part) for part in bodies]
     found["chat"] = medians(runs[1:])
-    print(f"  chat: {shown(found['chat'])}", flush=True)
+    print(f"  chat: {format_figures(found['chat'])}", flush=True)
     return found
 
 
-def shown(figures: Figures) -> str:
+def format_figures(figures: Figures) -> str:
     return (
         f"{figures.tokens_per_second:8,.0f} tok/s  {figures.requests_per_second:6.1f} req/s  "
         f"TTFT p50 {figures.ttft_p50 * 1000:6.0f} ms p99 {figures.ttft_p99 * 1000:6.0f} ms  "
@@ -256,56 +253,28 @@ def shown(figures: Figures) -> str:
     )
 
 
-def wait_for(url: str, child: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if child.poll() is not None:
-            raise SystemExit(f"the server ended with exit code {child.returncode}")
-        try:
-            urlopen(url, timeout=2).close()
-            return
-        except (URLError, OSError):
-            time.sleep(0.5)
-    raise SystemExit(f"nobody answers at {url}")
-
-
-@contextlib.contextmanager
-def server(command: Sequence[str], url: str, log: Path) -> Iterator[int]:
-    with log.open("wb") as output:
-        child = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-        try:
-            wait_for(url, child)
-            yield child.pid
-        except SystemExit:
-            print(log.read_text(errors="replace")[-3000:], file=sys.stderr)
-            raise
-        finally:
-            child.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(20)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-
-
 def engine_args(folder: Path) -> dict[str, Any]:
     weights = any(folder.glob("*.safetensors"))
     common: dict[str, Any] = {"max_model_len": 8192, "gpu_memory_utilization": 0.8, "max_num_seqs": 512}
     return common if weights else common | {"load_format": "dummy"}
 
 
-def vllm_command(folder: Path, port: int, flags: Sequence[str]) -> list[str]:
-    given = [part for key, value in engine_args(folder).items() for part in (f"--{key.replace('_', '-')}", str(value))]
-    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    place = ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", NAME]
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *given, *tools, *place, *flags]
-
-
-def dragoman_command(folder: Path, port: int, scratch: Path) -> list[str]:
-    config = scratch / "dragoman.json"
-    model = {"engine": "vllm", "path": str(folder), "args": engine_args(folder), "format": "hermes"}
-    config.write_text(json.dumps({"models": {NAME: model}}))
-    return [sys.executable, "-m", "dragoman", "serve", "--config", str(config), "--port", str(port)]
+@contextlib.contextmanager
+def server(name: str, folder: Path, scratch: Path) -> Iterator[tuple[int, int]]:
+    """Run one of the servers and yield its port and process id."""
+    log, arguments = scratch / f"{name}.log", engine_args(folder)
+    if name == "dragoman":
+        model = {"engine": "vllm", "path": str(folder), "args": arguments, "format": "hermes"}
+        with run_dragoman({"models": {NAME: model}}, seconds=START_SECONDS, log=log) as started:
+            yield started
+        return
+    port = free_port()
+    given = [part for key, value in arguments.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    given += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--served-model-name", NAME]
+    given += ["--port", str(port), "--host", "127.0.0.1", *VARIANTS[name]]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *given]
+    with run_server(command, f"http://127.0.0.1:{port}/health", seconds=START_SECONDS, log=log) as pid:
+        yield port, pid
 
 
 OFFLINE = """
@@ -331,8 +300,8 @@ if __name__ == "__main__":
 def offline(folder: Path, streams: Sequence[int], rounds: int, scratch: Path) -> dict[str, float]:
     script = scratch / "offline.py"
     script.write_text(OFFLINE)
-    asked = json.dumps([str(folder), engine_args(folder), list(streams), rounds, PROMPT, REPLY])
-    done = subprocess.run([sys.executable, str(script), asked], capture_output=True, text=True, check=False)
+    arguments = json.dumps([str(folder), engine_args(folder), list(streams), rounds, PROMPT, REPLY])
+    done = subprocess.run([sys.executable, str(script), arguments], capture_output=True, text=True, check=False)
     speeds = dict(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("SPEED"))
     if not speeds:
         raise SystemExit(done.stderr[-3000:])
@@ -342,7 +311,7 @@ def offline(folder: Path, streams: Sequence[int], rounds: int, scratch: Path) ->
 
 
 async def _stub(port: int) -> None:
-    """Every frame of a reply ready, and one write for each."""
+    """Serve replies whose frames are all ready, with one write for each."""
     frame = (
         b'data: {"id":"cmpl-1","object":"text_completion","model":"bench","choices":[{"index":0,"text":" word"}]}\n\n'
     )
@@ -380,27 +349,25 @@ def ceiling(load: Load, streams: int) -> float:
         one.start()
     time.sleep(2)
     url = f"http://127.0.0.1:{port}"
-    runs = [measured(load, url, os.getpid(), "completions", [completion(at) for at in range(streams)]) for _ in "123"]
+    runs = [
+        measure_round(load, url, os.getpid(), "completions", [completion(at) for at in range(streams)]) for _ in "123"
+    ]
     for one in servers:
         one.kill()
     return medians(runs).tokens_per_second
 
 
-def figures_of(name: str, load: Load, asked: argparse.Namespace, scratch: Path) -> Any:
+def measure_subject(name: str, load: Load, options: argparse.Namespace, scratch: Path) -> Any:
     if name == "ceiling":
-        most = ceiling(load, max(asked.streams))
-        print(f"  {most:,.0f} tok/s by {CLIENTS} clients", flush=True)
-        return most
+        speed = ceiling(load, max(options.streams))
+        print(f"  {speed:,.0f} tok/s by {CLIENTS} clients", flush=True)
+        return speed
     if name == "offline":
-        return offline(asked.folder, asked.streams, asked.rounds, scratch)
-    port, begun = free_port(), time.monotonic()
-    if name == "dragoman":
-        command, ready = dragoman_command(asked.folder, port, scratch), "ready"
-    else:
-        command, ready = vllm_command(asked.folder, port, VARIANTS[name]), "health"
-    with server(command, f"http://127.0.0.1:{port}/{ready}", scratch / f"{name}.log") as pid:
+        return offline(options.folder, options.streams, options.rounds, scratch)
+    begun = time.monotonic()
+    with server(name, options.folder, scratch) as (port, pid):
         print(f"  ready after {time.monotonic() - begun:.0f} s", flush=True)
-        figures = of_server(load, f"http://127.0.0.1:{port}", pid, asked.streams, asked.rounds)
+        figures = measure_server(load, f"http://127.0.0.1:{port}", pid, options.streams, options.rounds)
         return {level: one._asdict() for level, one in figures.items()}
 
 
@@ -411,14 +378,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 64, 256, 512])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="where the figures go, after each server")
+    parser.add_argument("--json", type=Path, help="the file for the figures, written after each server")
     arguments = parser.parse_args()
     load = Load()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in arguments.only:
             print(f"{name}:", flush=True)
-            found[name] = figures_of(name, load, arguments, Path(scratch))
+            found[name] = measure_subject(name, load, arguments, Path(scratch))
             if arguments.json:
                 arguments.json.write_text(json.dumps(found, indent=1))
     load.close()

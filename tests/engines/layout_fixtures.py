@@ -11,6 +11,7 @@ from dragoman.engines.llama.tuning import requantize
 from dragoman.engines.llama.tuning_record import Measurement, Trial, TuningKey, TuningRecord, copy_path, record_path
 from dragoman.files.download import hash_file
 from dragoman.files.gguf import Outline, Tensor, read_outline
+from tests.support import gguf_files
 
 LAYERS = 4
 
@@ -25,9 +26,7 @@ def cut_model(original: Path, target: Path, layers: int = LAYERS, missing: str =
     struct.pack_into("<I", head, outline.places["llama.block_count"], layers)
     offset = 0
     for tensor in kept:
-        name = tensor.name.encode()
-        head += struct.pack("<Q", len(name)) + name + struct.pack("<I", len(tensor.sizes))
-        head += struct.pack(f"<{len(tensor.sizes)}QIQ", *tensor.sizes, tensor.kind, offset)
+        head += gguf_files.tensor(tensor.name, *tensor.sizes, kind=tensor.kind, offset=offset)
         offset += _padded(tensor.bytes, outline)
     head += bytes(-len(head) % outline.alignment)
     with target.open("wb") as file:

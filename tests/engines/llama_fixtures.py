@@ -1,7 +1,7 @@
 """A llama engine with a real model in the test process, and helpers to send requests to it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from dragoman.core.events import Event, Finished, Started, TextDelta, TokenLogprob
 from dragoman.core.request import GenerationRequest, Logprobs, Message, Sampling, Text
 from dragoman.engines.llama.binding import LlamaModel
-from dragoman.engines.llama.engine import LlamaEngine, TextGenerator
+from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.generation import LlamaRequestBuilder
 from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.runner import Runner
@@ -87,17 +87,12 @@ async def running_engine(path: Path, **options: Any) -> AsyncIterator[LlamaEngin
 
 
 def runner_of(engine: LlamaEngine) -> Runner:
-    return generator_of(engine).runner
+    assert engine.loaded is not None
+    return engine.loaded.runners[""]
 
 
 def builder_of(engine: LlamaEngine) -> LlamaRequestBuilder:
-    return generator_of(engine).request_builder
-
-
-def generator_of(engine: LlamaEngine) -> TextGenerator:
-    assert engine.loaded is not None
-    assert engine.loaded.generator is not None
-    return engine.loaded.generator
+    return engine.require_builder()
 
 
 def model_of(engine: LlamaEngine) -> LlamaModel:
@@ -148,12 +143,17 @@ async def collect(engine: LlamaEngine, request: GenerationRequest) -> Collected:
     return Collected(started, tuple(delta for delta in deltas if isinstance(delta, TextDelta)), finished)
 
 
+async def wait_until(is_true: Callable[[], bool]) -> None:
+    """Wait for a condition that another thread makes true."""
+    async with asyncio.timeout(60):
+        while not is_true():  # noqa: ASYNC110  (there is no event to wait for)
+            await asyncio.sleep(0.001)
+
+
 async def wait_until_idle(engine: LlamaEngine) -> None:
     """Wait until the runner is idle, and check that no sequence is occupied."""
     scheduler = runner_of(engine).scheduler
-    async with asyncio.timeout(60):
-        while not scheduler.idle:  # noqa: ASYNC110  (changes in another thread)
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: scheduler.idle)
     assert not scheduler.sequences.occupied
     assert not scheduler.promised.ends
 
@@ -161,9 +161,7 @@ async def wait_until_idle(engine: LlamaEngine) -> None:
 async def wait_for_prefill(engine: LlamaEngine) -> None:
     """Wait until the first chunk of a prompt is in memory."""
     scheduler = runner_of(engine).scheduler
-    async with asyncio.timeout(60):
-        while not any(slot.done for slot in list(scheduler.slots.values())):  # noqa: ASYNC110  (as above)
-            await asyncio.sleep(0.001)
+    await wait_until(lambda: any(slot.done for slot in list(scheduler.slots.values())))
 
 
 def short_reply(prompt: str | tuple[int, ...], **fields: object) -> GenerationRequest:

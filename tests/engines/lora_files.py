@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.gguf_files import pair, text
+from tests.support.gguf_files import header, pair, tensor, text
 
 WIDTH = 576
 """Embedding width of SmolLM2-135M."""
@@ -28,13 +28,11 @@ def write_adapter(path: Path, *, architecture: str = "llama", seed: int = 1, wid
         pair("adapter.type", STRING, text("lora")),
         pair("adapter.lora.alpha", FLOAT, struct.pack("<f", 0.2 * RANK)),
     ]
-    infos, data = b"", b""
+    infos, data = [], b""
     for name, values in tensors.items():
-        rows, columns = values.shape
-        infos += text(name) + struct.pack("<IQQIQ", 2, columns, rows, 0, len(data))
+        infos.append(tensor(name, *reversed(values.shape), offset=len(data)))
         data += _padded(values.tobytes())
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(pairs)) + b"".join(pairs) + infos
-    path.write_bytes(_padded(head) + data)
+    path.write_bytes(_padded(header(len(pairs), *pairs, *infos, tensors=len(infos))) + data)
     return path
 
 

@@ -139,7 +139,7 @@ class SchedulerModel:
         assert len(trimmed) == len(sequences.effects), "between plans only drafts are trimmed"
         for sequence, cells in enumerate(self.memory.sequences):
             assert not cells or sequence in sequences.filled
-            if sequence in sequences.held:
+            if sequence in sequences.held.ends:
                 known, actual = text_of(sequences.held, sequence), self.memory.tokens(sequence)[: trimmed.get(sequence)]
                 assert known == actual[: len(known)]
                 assert sequence in sequences.occupied or known == actual

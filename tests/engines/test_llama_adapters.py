@@ -8,10 +8,8 @@ import pytest
 from dragoman.core.engine import stream_events
 from dragoman.core.errors import ConfigError
 from dragoman.core.request import Logprobs
-from dragoman.engines.llama.compute_thread import StepPace
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import AdapterOptions, LlamaOptions
-from dragoman.engines.llama.runner import ALONE_SECONDS, MIN_CHUNK
 from tests.engines.llama_fixtures import (
     FRANCE,
     SEA,
@@ -68,19 +66,10 @@ async def test_prefixes_are_not_shared_between_adapters(model_path: Path, adapte
         assert together[0].tokens != together[1].tokens
 
 
-class RecordingPace(StepPace):
-    def __init__(self, steps: list[int]) -> None:
-        super().__init__(ALONE_SECONDS, minimum=MIN_CHUNK, maximum=512)
-        self.steps = steps
-
-    def record(self, rows: int, seconds: float) -> None:
-        self.steps.append(rows)
-
-
 async def test_long_prompts_do_not_stall_replies_of_an_adapter(model_path: Path, adapter: Path) -> None:
     async with running_engine(model_path, slots=1, context=512, adapters={"strong": str(adapter)}) as engine:
         steps: list[int] = []
-        runner_of(engine).alone = RecordingPace(steps)
+        runner_of(engine).alone.record = lambda rows, seconds: steps.append(rows)  # type: ignore[method-assign]
         writing = stream_events(engine, completion(FRANCE, max_tokens=300, ignore_eos=True, model="strong"))
         await anext(writing)
         await collect(engine, completion(SEA * 4, max_tokens=1))

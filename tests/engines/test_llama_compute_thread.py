@@ -10,12 +10,12 @@ from dragoman.core.errors import DragomanError, EngineFailed
 from dragoman.engines.llama.compute_thread import (
     LONG_STEP_ROWS,
     MAX_LONG_STEP,
-    STEPS_BEFORE_TRY,
     STEPS_BETWEEN_TRIES,
     ComputeThread,
     StepPace,
 )
 from dragoman.engines.llama.runner import ALONE_SECONDS, MIN_CHUNK
+from tests.engines.llama_fixtures import wait_until
 
 
 @pytest.mark.parametrize(
@@ -46,16 +46,11 @@ def test_one_slow_step_has_little_effect() -> None:
     assert pace.rows >= 0.9 * settled
 
 
-def test_partial_step_does_not_change_the_chunk() -> None:
-    pace = StepPace(ALONE_SECONDS, minimum=MIN_CHUNK, maximum=512)
-    pace.record(1, 0.01)
-    assert pace.rows == MIN_CHUNK
-
-
-def test_batch_smaller_than_the_minimum_chunk() -> None:
-    pace = StepPace(ALONE_SECONDS, minimum=MIN_CHUNK, maximum=8)
-    pace.record(8, 0.001)
-    assert pace.rows == 8
+@pytest.mark.parametrize(("maximum", "rows", "chunk"), [(512, 1, MIN_CHUNK), (8, 8, 8)])
+def test_partial_steps_and_small_batches(maximum: int, rows: int, chunk: int) -> None:
+    pace = StepPace(ALONE_SECONDS, minimum=MIN_CHUNK, maximum=maximum)
+    pace.record(rows, 0.001)
+    assert pace.rows == chunk
 
 
 GAP = 0.15
@@ -91,13 +86,6 @@ def test_next_prompt_begins_with_normal_steps() -> None:
     pace = StepPace(GAP, minimum=MIN_CHUNK, maximum=512, long_steps=True)
     steps_of(pace, 1200, step_seconds)
     assert [rows < LONG_STEP_ROWS for rows, _ in steps_of(pace, 200, step_seconds)[:4]] == [True] * 4
-
-
-def test_number_of_steps_between_tries() -> None:
-    pace = StepPace(GAP, minimum=MIN_CHUNK, maximum=512, long_steps=True)
-    steps = [rows for rows, _ in steps_of(pace, 3000, lambda _, rows: 0.008 + rows * 0.0032)]
-    first, second, *_ = [at for at, rows in enumerate(steps) if rows == LONG_STEP_ROWS]
-    assert (first, second - first - 1) == (STEPS_BEFORE_TRY, STEPS_BETWEEN_TRIES)
 
 
 @pytest.mark.parametrize("cost", [lambda _, rows: 0.008 + rows * 0.0032, lambda _, rows: rows * 0.02])
@@ -138,8 +126,7 @@ async def test_members_of_the_compute_thread_take_turns_and_fail_alone() -> None
     members = [TurnTaker(name, order, 3) for name in ("one", "failing", "other")]
     thread = ComputeThread(asyncio.get_running_loop())
     await asyncio.wrap_future(thread.submit(partial(setattr, thread, "members", members)))
-    while any(member.has_work for member in members):  # noqa: ASYNC110 (changes in another thread)
-        await asyncio.sleep(0.001)
+    await wait_until(lambda: not any(member.has_work for member in members))
     thread.close()
     thread.join()
     assert order[:7] == ["one", "failing", "other", "one", "other", "one", "other"]

@@ -5,25 +5,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
 from dragoman.core.errors import BadRequest, ConfigError, EngineFailed, InvalidSchema
-from dragoman.core.events import Event, Finished
+from dragoman.core.events import Event
 from dragoman.core.features import Feature
 from dragoman.core.request import (
     Asked,
-    GenerationRequest,
     Grammar,
     JsonObject,
     JsonSchema,
     Logprobs,
-    Message,
     OneOf,
     Regex,
     Sampling,
-    Text,
     Thinking,
     Tool,
     ToolChoice,
@@ -220,14 +216,6 @@ async def test_constraint_overrides_other_parameters(engine: LlamaEngine) -> Non
     assert endless.finished.reason in ("stop", "length")
 
 
-async def test_logprobs_do_not_depend_on_the_constraint(engine: LlamaEngine) -> None:
-    free = await collect(engine, completion(max_tokens=1, logprobs=Logprobs(top=2)))
-    constrained = await collect(engine, completion(max_tokens=1, logprobs=Logprobs(top=2), constraint=Regex("Q+")))
-    assert constrained.text.startswith("Q")
-    assert constrained.logprobs[0].top == free.logprobs[0].top
-    assert (constrained.logprobs[0].logprob or 0) < (free.logprobs[0].logprob or 0)
-
-
 async def test_token_limit_truncates_a_constrained_reply(engine: LlamaEngine) -> None:
     cut = await collect(engine, chat("JSON.", constraint=JsonSchema(closed(a=SHORT, b=SHORT)), max_tokens=4))
     assert cut.finished.reason == "length"
@@ -256,37 +244,30 @@ async def test_invalid_constraints_do_not_affect_other_requests(engine: LlamaEng
 
 
 async def test_failed_grammar_fails_only_its_request(engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Guide.advance
+    schema, real = closed(a=SMALL), Guide.advance
 
     def failing(guide: Guide, token: int) -> None:
         if guide.tokens == 2:
             raise EngineFailed("the reply left its shape")
         real(guide, token)
 
+    request = completion(constraint=JsonSchema(schema), max_tokens=40)
     other = asyncio.create_task(collect(engine, completion(max_tokens=20)))
-    monkeypatch.setattr(Guide, "advance", failing)
-    with pytest.raises(EngineFailed):
-        await collect(engine, completion(constraint=JsonSchema(closed(a=SHORT)), max_tokens=60))
-    monkeypatch.setattr(Guide, "advance", real)
+    with monkeypatch.context() as patched:
+        patched.setattr(Guide, "advance", failing)
+        with pytest.raises(EngineFailed):
+            await collect(engine, request)
     assert len((await other).tokens) == 20
-    assert fits(
-        closed(a=SMALL), await collect(engine, completion(constraint=JsonSchema(closed(a=SMALL)), max_tokens=40))
-    )
+    assert fits(schema, await collect(engine, request))
 
 
 async def test_thinking_before_a_constrained_reply(engine: LlamaEngine) -> None:
-    schema = closed(n=SMALL)
+    schema, thinking = closed(n=SMALL), Thinking(enabled=True, budget_tokens=10)
     opener = (await engine.tokenize("<think>", special=False))[0]
     # The bias makes the model think, and the budget ends the thinking.
     lead = Sampling(temperature=0, logit_bias={opener: 30})
-    asked = chat(
-        "Think of a number.",
-        constraint=JsonSchema(schema),
-        thinking=Thinking(enabled=True, budget_tokens=10),
-        sampling=lead,
-        max_tokens=120,
-    )
-    answer = await collect(engine, asked)
+    request = chat("A number.", constraint=JsonSchema(schema), thinking=thinking, sampling=lead, max_tokens=120)
+    answer = await collect(engine, request)
     assert answer.text.startswith("<think>")
     thought, _, rest = answer.text.partition("</think>")
     assert len(await engine.tokenize(thought, special=False)) < 20
@@ -303,21 +284,6 @@ async def test_response_format_together_with_tools(engine: LlamaEngine) -> None:
         assert fits(schema, answer)
 
 
-async def test_render(engine: LlamaEngine) -> None:
-    request = GenerationRequest(messages=(Message("user", (Text("Hello <|im_end|>"),)),), tools=(WEATHER,))
-    rendered = await engine.render(request)
-    assert rendered.format == "hermes"
-    assert "Hello <|im_end|>" in rendered.text
-    assert "get_weather" in rendered.text
-    assert await engine.detokenize(rendered.tokens) == rendered.text
-    (info,) = engine.models()
-    assert info.format == "hermes"
-    assert {"tools", "constraint", "thinking", "render"} <= engine.supports()
-    reply = await collect(engine, msgspec.structs.replace(request, max_tokens=1))
-    assert reply.started.prompt_tokens == len(rendered.tokens)
-    assert isinstance(reply.finished, Finished)
-
-
 THINKING = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}
@@ -331,8 +297,8 @@ async def test_thinking_that_the_prompt_has_opened(engine: LlamaEngine) -> None:
     )
     schema = closed(n=SMALL)
     for thinking in (Thinking(budget_tokens=6), Thinking(effort="none")):
-        asked = chat("A number.", constraint=JsonSchema(schema), thinking=thinking, max_tokens=100)
-        answer = await collect(engine, asked)
+        request = chat("A number.", constraint=JsonSchema(schema), thinking=thinking, max_tokens=100)
+        answer = await collect(engine, request)
         assert answer.started.thinking
         thought, closer, rest = answer.text.partition("</think>")
         assert closer
@@ -369,48 +335,11 @@ async def test_forced_tool_call_in_each_format(model_path: Path, kind: str) -> N
         assert "get_weather" in answer.text
 
 
-# Hostile schemas and grammars.
-
-PICK = Tool("pick", "Pick a card", {"type": "object", "properties": {"suit": {"enum": ["hearts", "spades"]}}})
-
-
-async def test_least_integer_in_a_schema_does_not_end_the_engine(engine: LlamaEngine) -> None:
-    asked = (Asked(Feature.CONSTRAINT, "response_format"),)
-    schemas: list[dict[str, Any]] = [
-        {"const": -(2**63)},
-        {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)},
-    ]
-    for schema in schemas:
-        answer = await collect(engine, chat("A number.", constraint=JsonSchema(schema), asked=asked, max_tokens=40))
-        assert answer.started.ignored
-        assert set(answer.started.ignored) <= {f"response_format.{keyword}" for keyword in schema}
-        if answer.finished.reason == "stop":
-            assert isinstance(json.loads(answer.text), int)
-
-
-def hostile(patterns: int) -> GenerationRequest:
-    schema = {"type": "string", "allOf": [{"pattern": f"a.*b{at}"} for at in range(patterns)]}
-    return chat("Hi.", constraint=JsonSchema(schema), principal="mallory")
-
-
-async def test_schemas_that_take_too_long_are_refused_and_other_requests_are_answered(engine: LlamaEngine) -> None:
-    await collect(engine, chat("Roll!", tools=(ROLL,), max_tokens=2))
-    tasks = [asyncio.create_task(collect(engine, hostile(count))) for count in range(40, 46)]
-    forced = ToolChoice("required", parallel=False)
-    asked = chat("A card!", tools=(PICK,), tool_choice=forced, max_tokens=60, principal="alice")
-    assert "pick" in (await collect(engine, asked)).text
-    with pytest.raises(InvalidSchema):
-        await tasks[0]
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-
-
 async def test_grammar_that_becomes_too_complex_in_mid_reply_is_an_invalid_schema(engine: LlamaEngine) -> None:
     # Any letter may begin the run of 200 others, so the automaton exceeds its limits after a few tokens.
-    asked = chat("Go on.", constraint=Regex("(.*[a-m].{200}x)"), sampling=Sampling(temperature=0), max_tokens=60)
+    request = chat("Go on.", constraint=Regex("(.*[a-m].{200}x)"), sampling=Sampling(temperature=0), max_tokens=60)
     received: list[Event] = []
     with pytest.raises(InvalidSchema, match="can no longer be constrained"):
-        await engine.deliver(asked, received.extend)
+        await engine.deliver(request, received.extend)
     assert len(received) >= 2
     assert len((await collect(engine, completion(max_tokens=4))).tokens) == 4

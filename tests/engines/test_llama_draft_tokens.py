@@ -51,7 +51,7 @@ def test_probabilities_decrease_and_respect_the_limit(prompt: list[int], reply: 
     draft_chances = read(prompt, reply).draft_chances(most)
     assert len(draft_chances) <= max(min(most, MAX_AHEAD), 0)
     assert draft_chances == sorted(draft_chances, reverse=True)
-    assert all(0 <= hope <= 1 for hope in draft_chances)
+    assert all(0 <= chance <= 1 for chance in draft_chances)
 
 
 def test_confirmed_match_is_kept_despite_a_later_one() -> None:
@@ -100,13 +100,12 @@ def test_cost_of_a_row_is_learnt_from_steps(fixed: float, row: float) -> None:
 
 
 def test_wrong_row_cost_is_forgotten_without_drafts() -> None:
-    certain = [0.98**ahead for ahead in range(1, 8)]
     cost = cost_of(0.0, 0.012)
-    assert choose_draft_counts(cost, {0: certain}, 0.15) == {}
+    assert choose_draft_counts(cost, {0: CERTAIN}, 0.15) == {}
     for _ in range(100):
         cost.record(1, 0, 0.012)
     assert cost.seconds(1) == pytest.approx(0.012)
-    assert choose_draft_counts(cost, {0: certain}, 0.15)[0] >= 2
+    assert choose_draft_counts(cost, {0: CERTAIN}, 0.15)[0] >= 2
 
 
 def test_busy_machine_does_not_change_the_row_cost() -> None:
@@ -117,37 +116,38 @@ def test_busy_machine_does_not_change_the_row_cost() -> None:
     assert 0.4 < cost.row / cost.seconds(1) < 0.6
 
 
-def test_no_drafts_before_the_first_measurement() -> None:
-    assert choose_draft_counts(StepCost(), {0: [0.9]}, 0.15) == {}
-    assert choose_draft_counts(cost_of(*CPU), {}, 0.15) == {}
+CERTAIN = [0.98**ahead for ahead in range(1, 8)]
+DOUBTFUL = [0.4**ahead for ahead in range(1, 8)]
+FULL_BATCH = {0: [0.9, 0.8], **{job: [] for job in range(1, 16)}}
 
 
-def test_unlikely_guess_pays_only_if_rows_are_cheap() -> None:
-    certain, doubtful = [0.98**ahead for ahead in range(1, 8)], [0.4**ahead for ahead in range(1, 8)]
-    assert choose_draft_counts(cost_of(*CPU), {0: certain}, 0.15) == {0: 7}
-    assert choose_draft_counts(cost_of(*CPU), {0: doubtful}, 0.15) == {}
-    assert choose_draft_counts(cost_of(*GPU), {0: doubtful}, 0.15)[0] >= 4
+@pytest.mark.parametrize(
+    ("machine", "chances", "counts"),
+    [
+        ((0, 0), {0: [0.9]}, {}),
+        (CPU, {}, {}),
+        (CPU, {0: CERTAIN}, {0: 7}),
+        (CPU, {0: DOUBTFUL}, {}),
+        (GPU, {0: DOUBTFUL}, {0: 5}),
+        (CPU, FULL_BATCH, {}),
+        (GPU, FULL_BATCH, {0: 2}),
+        (CPU, {0: CERTAIN, 1: []}, {}),
+        (CPU, {0: CERTAIN, 1: CERTAIN}, {0: 7, 1: 7}),
+    ],
+)
+def test_only_drafts_that_are_worth_their_rows(
+    machine: tuple[float, float], chances: dict[int, list[float]], counts: dict[int, int]
+) -> None:
+    assert choose_draft_counts(cost_of(*machine), chances, 0.15) == counts
 
 
-def test_no_drafts_in_a_full_batch_on_a_cpu() -> None:
-    likely = {0: [0.9, 0.8], **{job: [] for job in range(1, 16)}}
-    assert choose_draft_counts(cost_of(*CPU), likely, 0.15) == {}
-    assert choose_draft_counts(cost_of(*GPU), likely, 0.15) == {0: 2}
-
-
-def test_drafts_do_not_slow_down_other_jobs() -> None:
-    certain = [0.99**ahead for ahead in range(1, 8)]
-    assert choose_draft_counts(cost_of(*CPU), {0: certain, 1: []}, 0.15).get(0, 0) < 2
-    assert choose_draft_counts(cost_of(*CPU), {0: certain, 1: certain}, 0.15) == {0: 7, 1: 7}
-
-
-HOPES = st.lists(st.floats(0, 1), max_size=7).map(lambda found: sorted(found, reverse=True))
+CHANCES = st.lists(st.floats(0, 1), max_size=7).map(lambda found: sorted(found, reverse=True))
 
 
 @given(
     fixed=st.floats(0, 0.1),
     row=st.floats(0, 0.05),
-    texts=st.lists(HOPES, min_size=1, max_size=6),
+    texts=st.lists(CHANCES, min_size=1, max_size=6),
     gap=st.floats(0.001, 0.5),
     most=st.integers(0, 40),
 )

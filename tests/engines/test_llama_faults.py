@@ -1,8 +1,10 @@
 """Failures of a model, invalid files and options, and the engine's description of itself."""
 
 import asyncio
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 from dragoman.core.errors import ConfigError, EngineFailed
 from dragoman.core.request import Sampling
-from dragoman.engines.llama.binding import ABORTED, LlamaModel
+from dragoman.engines.llama.binding import ABORTED, Context, LlamaModel, Logits
 from dragoman.engines.llama.compute_thread import StepPace
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.options import LlamaOptions
@@ -22,24 +24,27 @@ from tests.engines.llama_fixtures import (
     completion,
     runner_of,
     wait_for_prefill,
+    wait_until,
     wait_until_idle,
 )
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_failed_decode_fails_only_the_affected_job(engine: LlamaEngine) -> None:
-    poison = 4321
+Decode = Callable[..., int]
+POISON = 4321
 
+
+def replace_decode(engine: LlamaEngine, replacement: Callable[..., int]) -> None:
+    """Replace the decoder by a function that gets the decoder and its arguments."""
     context = runner_of(engine).context
-    decode = context.decode
+    context.decode = partial(replacement, context.decode)  # type: ignore[method-assign]
 
-    def failing(tokens: Sequence[int], *rest: Any) -> int:
-        return 1 if poison in tokens else decode(tokens, *rest)
 
-    context.decode = failing  # type: ignore[method-assign,assignment]
+async def test_failed_decode_fails_only_the_affected_job(engine: LlamaEngine) -> None:
+    replace_decode(engine, lambda decode, tokens, *rest: 1 if POISON in tokens else decode(tokens, *rest))
     good, bad = await asyncio.gather(
-        collect(engine, completion()), collect(engine, completion((504, poison))), return_exceptions=True
+        collect(engine, completion()), collect(engine, completion((504, POISON))), return_exceptions=True
     )
     assert isinstance(good, Collected)
     assert good.text.startswith(" Paris")
@@ -50,20 +55,17 @@ async def test_failed_decode_fails_only_the_affected_job(engine: LlamaEngine) ->
 
 @pytest.mark.engine_options(context=1024)
 async def test_decode_of_a_cancelled_job_is_aborted(engine: LlamaEngine) -> None:
-    context = runner_of(engine).context
-    decode, codes = context.decode, []
+    codes = []
 
-    def recording(tokens: Sequence[int], *rest: Any) -> int:
-        codes.append(decode(tokens, *rest))
+    def recording(decode: Decode, *rows: Any) -> int:
+        codes.append(decode(*rows))
         return codes[-1]
 
     expected = await collect(engine, completion())
-    context.decode = recording  # type: ignore[method-assign,assignment]
+    replace_decode(engine, recording)
     runner_of(engine).alone = StepPace(60, minimum=512, maximum=512)
     prefilling = asyncio.create_task(collect(engine, completion(tuple(range(100, 600)))))
-    async with asyncio.timeout(60):
-        while runner_of(engine).sole is None:  # noqa: ASYNC110  (changes in another thread)
-            await asyncio.sleep(0.001)
+    await wait_until(lambda: runner_of(engine).sole is not None)
     prefilling.cancel()
     await wait_until_idle(engine)
     assert codes == [ABORTED]
@@ -71,27 +73,19 @@ async def test_decode_of_a_cancelled_job_is_aborted(engine: LlamaEngine) -> None
 
 
 async def test_aborted_decode_is_repeated(engine: LlamaEngine) -> None:
-    context = runner_of(engine).context
-    decode, seen = context.decode, 0
-
-    def aborting(tokens: Sequence[int], *rest: Any) -> int:
-        nonlocal seen
-        seen += 1
-        return ABORTED if seen % 2 else decode(tokens, *rest)
-
     expected = await collect(engine, completion())
-    context.decode = aborting  # type: ignore[method-assign,assignment]
+    is_aborted = itertools.cycle([True, False])
+    replace_decode(engine, lambda decode, *rows: ABORTED if next(is_aborted) else decode(*rows))
     assert (await collect(engine, completion())).tokens == expected.tokens
 
 
 async def test_job_whose_rows_cannot_be_trimmed_fails_alone(engine: LlamaEngine) -> None:
-    context = runner_of(engine).context
-    decode, trim = context.decode, context.trim
-
-    def failing(tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int], *rest: Any) -> int:
+    def failing(decode: Decode, tokens: Sequence[int], positions: Any, sequences: Sequence[int], *rest: Any) -> int:
         return 1 if len(set(sequences)) > 1 else decode(tokens, positions, sequences, *rest)
 
-    context.decode = failing  # type: ignore[method-assign,assignment]
+    replace_decode(engine, failing)
+    context = runner_of(engine).context
+    trim = context.trim
     context.trim = lambda sequence, length: sequence == 0 and trim(sequence, length)  # type: ignore[method-assign]
     first = asyncio.create_task(collect(engine, completion(max_tokens=40, ignore_eos=True)))
     await wait_for_prefill(engine)
@@ -104,34 +98,32 @@ async def test_job_whose_rows_cannot_be_trimmed_fails_alone(engine: LlamaEngine)
     await wait_until_idle(engine)
 
 
-async def test_non_finite_logits_fail_only_their_request(engine: LlamaEngine) -> None:
-    context = runner_of(engine).context
-    logits = context.logits
+async def test_non_finite_logits_fail_only_their_request(engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = Context.logits
 
-    def with_nan(row: int) -> Any:
-        found = logits(row)
+    def with_nan(context: Context, row: int) -> Logits:
+        found = logits(context, row)
         found[17] = math.nan
         return found
 
     for sampling in (GREEDY, Sampling()):
-        context.logits = with_nan  # type: ignore[method-assign]
-        with pytest.raises(EngineFailed, match="NaN or infinity"):
-            await collect(engine, completion(sampling=sampling))
-        context.logits = logits  # type: ignore[method-assign]
+        with monkeypatch.context() as patched:
+            patched.setattr(Context, "logits", with_nan)
+            with pytest.raises(EngineFailed, match="NaN or infinity"):
+                await collect(engine, completion(sampling=sampling))
         assert (await collect(engine, completion())).text.startswith(" Paris")
 
 
-async def test_engine_continues_after_an_unexpected_exception(engine: LlamaEngine) -> None:
-    context = runner_of(engine).context
-    decode = context.decode
-
+async def test_engine_continues_after_an_unexpected_exception(
+    engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object) -> int:
         raise MemoryError("no more")
 
-    context.decode = broken  # type: ignore[method-assign,assignment]
-    answers = await asyncio.gather(*(collect(engine, completion()) for _ in range(3)), return_exceptions=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(Context, "decode", broken)
+        answers = await asyncio.gather(*(collect(engine, completion()) for _ in range(3)), return_exceptions=True)
     assert [type(answer) for answer in answers] == [EngineFailed] * 3
-    context.decode = decode  # type: ignore[method-assign]
     assert (await collect(engine, completion())).text.startswith(" Paris")
 
 
@@ -159,11 +151,13 @@ async def test_stop_fails_running_requests(engine: LlamaEngine) -> None:
         await collect(engine, completion())
 
 
-@pytest.mark.parametrize("content", [b"", b"this is not a model", b"GGUF\x03\x00\x00\x00" + bytes(64)])
-def test_invalid_model_file_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"", b"this is not a model", b"GGUF\x03\x00\x00\x00" + bytes(64), None])
+def test_missing_or_invalid_model_file_is_refused_in_one_line(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "broken.gguf"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"broken\.gguf") as caught:
+    if content is not None:
+        path.write_bytes(content)
+    message = "no model file at .*" if content is None else ""
+    with pytest.raises(ConfigError, match=rf"{message}broken\.gguf") as caught:
         asyncio.run(LlamaEngine("broken", LlamaOptions(path=str(path))).start())
     assert "\n" not in str(caught.value)
 
@@ -173,11 +167,6 @@ def test_context_larger_than_the_memory_is_refused(smollm2_path: Path, context: 
     engine = LlamaEngine("large", LlamaOptions(path=str(smollm2_path), context=context, layout="as-is"))
     with pytest.raises(ConfigError, match="lower context or slots"):
         asyncio.run(engine.start())
-
-
-def test_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no model file"):
-        asyncio.run(LlamaEngine("none", LlamaOptions(path=str(tmp_path / "none.gguf"))).start())
 
 
 @pytest.mark.parametrize(
@@ -197,12 +186,3 @@ def test_long_text_is_tokenized_in_parts_with_the_same_result(smollm2_path: Path
     text = "".join(f"<|im_start|>user\nQuestion {at} <|im_<|im_end|>{'x' * (at % 50)}\n" for at in range(600))
     assert model.tokenize(text, special=True) == model._tokenize(text, special=True)
     model.close()
-
-
-@pytest.mark.engine_options(context=300)
-async def test_models_and_features(engine: LlamaEngine) -> None:
-    assert engine.slots == 2
-    assert [(model.name, model.context) for model in engine.models()] == [("smollm2", 300)]
-    assert {"chat", "completion", "token_prompt", "prompt_logprobs", "top_k"} <= engine.supports()
-    assert "infill" not in engine.supports()
-    assert LlamaEngine.needs_worker(engine.options)

@@ -1,9 +1,9 @@
 """The size of the KV cache: defaults, limits, warnings, and the cost and accuracy of its types."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from dragoman.config.loading import Flags, load_settings
@@ -15,7 +15,6 @@ from dragoman.engines.llama.library import Kv
 from dragoman.engines.llama.options import (
     MIN_DEFAULT_CONTEXT,
     ContextSize,
-    KvShape,
     LlamaOptions,
     expected_kv_bytes,
     find_warnings,
@@ -63,17 +62,14 @@ def test_default_cache_sequences_fit_the_memory(
     assert fit(model, 64, 3, kv).cached == 3
 
 
-def test_bytes_per_token(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert KvShape(layers=30, heads=9, kv_heads=3, width=576).token_bytes("f16") == HALF
-    # The file may set widths of keys and values that differ from the default.
+def test_file_sets_the_widths_of_keys_and_values(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
     widths = {"llama.attention.key_length": "128", "llama.attention.value_length": "96"}
     monkeypatch.setattr(model, "metadata", {**model.metadata, **widths})
-    shape = KvShape(30, 9, 3, 576, key_width=128, value_width=96)
-    assert KvShape.of(model).token_bytes("f16") == shape.token_bytes("f16") == 30 * 3 * 224 * 2
+    monkeypatch.setattr(hardware, "memory", lambda: 4 * 6 * 64 * (30 * 3 * (128 + 96) * 2))
+    assert fit(model, 64, None, "f16").cached == 2
 
 
 def test_default_context_fits_the_memory(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (KvShape.of(model).token_bytes("f16"), KvShape.of(model).token_bytes("q8_0")) == (HALF, EIGHTH)
     monkeypatch.setattr(hardware, "memory", lambda: 4 * 4 * 5000 * HALF)
     assert fit(model, None, None, "f16").length == MIN_DEFAULT_CONTEXT
     assert fit(model, None, None, "q8_0").length == model.trained_context
@@ -97,16 +93,15 @@ def test_context_takes_the_expected_memory(model: LlamaModel) -> None:
 
 
 def _resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 async def test_logprobs_are_close_for_all_kv_types(model_path: Path) -> None:
     found: list[list[float]] = []
     for kv in ("f16", "q8_0"):
         async with running_engine(model_path, slots=1, context=256, kv=kv) as engine:
-            asked = completion(SEA, max_tokens=8, ignore_eos=True, logprobs=Logprobs(prompt=True))
-            answer = await collect(engine, asked)
+            request = completion(SEA, max_tokens=8, ignore_eos=True, logprobs=Logprobs(prompt=True))
+            answer = await collect(engine, request)
             found.append([logprob.logprob or 0.0 for logprob in answer.started.prompt_logprobs])
             assert (await collect(engine, completion())).text.startswith(" Paris")
             # Cached prefixes work with this type too.
@@ -117,24 +112,26 @@ async def test_logprobs_are_close_for_all_kv_types(model_path: Path) -> None:
     assert max(differences) < MAX_DIFFERENCE
 
 
-def test_q8_0_needs_flash_attention(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv": "q8_0", "flash_attention": False}, r"4: models\.m\.kv: q8_0 needs flash attention"),
+        ({"cache_sequences": 57, "slots": 200}, r"4: models\.m\.cache_sequences: 57 and 200 slots are more than"),
+        ({"kv": "q4_0"}, r"4: models\.m\.kv: "),
+    ],
+)
+def test_contradicting_options_are_reported_with_their_line(
+    tmp_path: Path, options: dict[str, object], message: str
+) -> None:
     file = tmp_path / "dragoman.yaml"
-    file.write_text("models:\n  m:\n    path: ./m.gguf\n    kv: q8_0\n    flash_attention: false\n")
-    with pytest.raises(ConfigError, match=r"dragoman.yaml:4: models\.m\.kv: q8_0 needs flash attention"):
+    lines = [f"    {key}: {json.dumps(value)}\n" for key, value in options.items()]
+    file.write_text("models:\n  m:\n    path: ./m.gguf\n" + "".join(lines))
+    with pytest.raises(ConfigError, match=rf"dragoman\.yaml:{message}"):
         load_settings(str(file), Flags(), {})
-    with pytest.raises(msgspec.ValidationError, match="kv"):
-        msgspec.convert({"path": "x", "kv": "q4_0"}, LlamaOptions)
 
 
-def test_too_many_sequences_are_reported_with_their_line(tmp_path: Path) -> None:
-    file = tmp_path / "dragoman.yaml"
-    file.write_text("models:\n  m:\n    path: ./m.gguf\n    slots: 200\n    cache_sequences: 57\n")
-    with pytest.raises(
-        ConfigError, match=r"dragoman.yaml:5: models\.m\.cache_sequences: 57 and 200 slots are more than"
-    ):
-        load_settings(str(file), Flags(), {})
-    file.write_text("models:\n  m:\n    path: ./m.gguf\n    slots: 200\n    cache_sequences: 56\n")
-    assert load_settings(str(file), Flags(), {}).models[0].options["cache_sequences"] == 56
+def test_largest_number_of_sequences() -> None:
+    assert LlamaOptions("x", slots=200, cache_sequences=56).cache_sequences == 56
 
 
 def test_warning_if_the_slots_exceed_the_memory(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

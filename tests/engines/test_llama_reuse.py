@@ -27,6 +27,7 @@ from tests.engines.llama_fixtures import (
     completion,
     runner_of,
     short_reply,
+    wait_until,
 )
 
 pytestmark = pytest.mark.anyio
@@ -108,13 +109,11 @@ async def test_replies_continue_after_a_move_to_another_slot(engine: LlamaEngine
     scheduler = runner_of(engine).scheduler
     occupied = scheduler.sequences.occupied
     others = [asyncio.create_task(collect(engine, requests[0]))]
-    while not occupied:  # noqa: ASYNC110  (changes in another thread)
-        await asyncio.sleep(0)
+    await wait_until(lambda: len(occupied) == 1)
     leaving = stream_events(engine, requests[1])
     await anext(leaving)
     others += [asyncio.create_task(collect(engine, request)) for request in requests[2:]]
-    while len(occupied) < 4:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await wait_until(lambda: len(occupied) == 4)
     assert [slot.sequence for slot in scheduler.slots.values()] == [0, 1, 2, 3]
     await leaving.aclose()
     seen = []

@@ -1,7 +1,6 @@
 """The scheduler with a simulated memory: in any order of events, a job sees its own prompt and tokens only."""
 
 import random
-from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -13,7 +12,6 @@ from dragoman.engines.llama.scheduler import (
     RecentUsage,
     Scheduler,
     cap_beside_finished,
-    share,
     share_between,
     shortest_first,
 )
@@ -100,26 +98,14 @@ def test_next_turn_continues_in_its_slot() -> None:
     assert chunks_of(plan) == [(1, 105, 3, 1)]
 
 
-def test_follower_reuses_a_cancelled_leader() -> None:
+@pytest.mark.parametrize(("fails", "chunk"), [(False, (1, 64, 36, 1)), (True, (1, 0, 64, 0))])
+def test_follower_reuses_a_cancelled_leader_but_not_a_failed_one(fails: bool, chunk: tuple[int, ...]) -> None:
     world = SchedulerModel(2)
     for _ in range(2):
         world.add(tuple(range(100)), 1)
-    world.step(64)
+    world.step(64, failing=frozenset({0} if fails else ()))
     world.end(0)
-    plan = world.step(64)
-    assert chunks_of(plan) == [(1, 64, 36, 1)]
-    assert plan.chunks[0].sequence == 0
-    assert world.scheduler.shared(1) == 64
-
-
-def test_follower_does_not_reuse_a_failed_leader() -> None:
-    world = SchedulerModel(2)
-    for _ in range(2):
-        world.add(tuple(range(100)), 1)
-    world.step(64, failing=frozenset({0}))
-    plan = world.step(64)
-    assert not plan.effects
-    assert chunks_of(plan) == [(1, 0, 64, 0)]
+    assert chunks_of(world.step(64)) == [chunk]
 
 
 def test_waiting_job_gets_the_next_free_slot() -> None:
@@ -134,55 +120,35 @@ def test_waiting_job_gets_the_next_free_slot() -> None:
     assert chunks_of(plan) == [(1, 0, 2, 1)]
 
 
-def test_isolated_principals_share_no_prefixes() -> None:
-    world = SchedulerModel(2, isolate=True)
-    for principal in ("ann", "bob"):
-        world.add(tuple(range(100)), 0, principal=principal)
-    assert chunks_of(world.step(200)) == [(0, 0, 100, 1), (1, 0, 100, 1)]
-    world.add(tuple(range(100)), 0, principal="bob")
-    assert chunks_of(world.step(200)) == [(2, 98, 2, 1)]
-
-
-def test_without_sharing_every_job_prefills() -> None:
-    world = SchedulerModel(2, sharing=False)
-    for _ in range(2):
-        world.add(tuple(range(50)), 0)
-    assert chunks_of(world.step(100)) == [(0, 0, 50, 1), (1, 0, 50, 1)]
+def decoding_job(slots: int, limit: int) -> SchedulerModel:
+    """Return a scheduler with one job that has sampled its first token."""
+    world = SchedulerModel(slots)
+    world.add(tuple(range(40)), limit)
+    world.step(64)
+    return world
 
 
 def test_wrong_part_of_a_draft_is_trimmed() -> None:
-    world = SchedulerModel(2)
-    world.add(tuple(range(40)), 9)
-    world.step(64)
+    world = decoding_job(2, limit=9)
     assert world.step(64, right=2, wrong=1).chunks[0].tokens == (0, 1, 2, WRONG)
     assert world.replies[0] == [0, 1, 2, 0]
-    plan = world.step(64)
+    plan = world.step(64, right=3)
     assert plan.effects == (Trim(0, 43),)
-    assert chunks_of(plan) == [(0, 43, 1, 1)]
-
-
-def test_correct_draft_needs_no_trim() -> None:
-    world = SchedulerModel(2)
-    world.add(tuple(range(40)), 9)
-    world.step(64)
-    world.step(64, right=3)
+    assert chunks_of(plan) == [(0, 43, 4, 4)]
+    # The last draft was right.
     plan = world.step(64)
     assert not plan.effects
-    assert chunks_of(plan) == [(0, 44, 1, 1)]
+    assert chunks_of(plan) == [(0, 47, 1, 1)]
 
 
 def test_no_drafts_while_a_prompt_is_prefilled() -> None:
-    world = SchedulerModel(2)
-    world.add(tuple(range(40)), 9)
-    world.step(64)
+    world = decoding_job(2, limit=9)
     world.add(tuple(range(100, 200)), 1)
     assert chunks_of(world.step(64, right=3)) == [(0, 40, 1, 1), (1, 0, 64, 0)]
 
 
 def test_unsampled_draft_is_not_reused() -> None:
-    world = SchedulerModel(1)
-    world.add(tuple(range(40)), 3)
-    world.step(64)
+    world = decoding_job(1, limit=3)
     world.step(64, right=4, wrong=2)
     assert world.ended == {0}
     world.add((*range(40), 0, 1, 2, 0, 1, 2, WRONG, WRONG), 1)
@@ -202,30 +168,23 @@ def test_plan_without_results_of_the_last_one_fails() -> None:
 # The division of a step's rows.
 
 
-@pytest.mark.parametrize("divide", [share, shortest_first])
 @given(wants=st.lists(st.integers(0, 500), max_size=12), budget=st.integers(1, 512))
-def test_division_uses_the_budget_and_exceeds_no_demand(
-    divide: Callable[[Sequence[int], int], list[int]], wants: list[int], budget: int
-) -> None:
-    shares = divide(wants, budget)
+def test_division_uses_the_budget_and_exceeds_no_demand(wants: list[int], budget: int) -> None:
+    shares = shortest_first(wants, budget)
     assert all(got <= want for got, want in zip(shares, wants, strict=True))
     assert sum(shares) == min(budget, sum(wants))
 
 
-def test_oldest_gets_half_and_others_equal_parts() -> None:
-    assert share([1000, 1000, 1000], 128) == [64, 32, 32]
-    assert share([1000, 1000, 10], 128) == [64, 54, 10]
-    assert share([10, 1000], 128) == [10, 118]
-    assert share([1000], 128) == [128]
-
-
-def test_oldest_gets_half_and_short_prompts_come_next() -> None:
-    assert shortest_first([1000, 900, 10], 128) == [64, 54, 10]
-    assert shortest_first([1000], 128) == [128]
-
-
-def test_equal_prompts_are_processed_in_order() -> None:
-    assert shortest_first([20, 20, 20, 20], 32) == [20, 12, 0, 0]
+@pytest.mark.parametrize(
+    ("wants", "budget", "shares"),
+    [
+        ([1000, 900, 10], 128, [64, 54, 10]),
+        ([1000], 128, [128]),
+        ([20, 20, 20, 20], 32, [20, 12, 0, 0]),
+    ],
+)
+def test_oldest_gets_half_and_short_prompts_come_next(wants: list[int], budget: int, shares: list[int]) -> None:
+    assert shortest_first(wants, budget) == shares
 
 
 @given(wants=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 500)), max_size=12), budget=st.integers(1, 512))

@@ -1,5 +1,6 @@
 """The slots of jobs in the decoder's memory, the cache of prefixes, and pinned prefixes."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,13 +110,6 @@ def test_pinned_prefix_survives_until_it_expires() -> None:
     assert run_prompt(world, text(0)) == 0
 
 
-def test_unpinned_prefix_is_evicted() -> None:
-    world = SchedulerModel(1, 2)
-    for which in range(4):
-        run_prompt(world, text(which))
-    assert run_prompt(world, text(0)) == 0
-
-
 def test_half_of_the_cache_may_be_pinned_and_the_oldest_is_replaced() -> None:
     world = SchedulerModel(1, 4)
     for which in range(3):
@@ -123,15 +117,6 @@ def test_half_of_the_cache_may_be_pinned_and_the_oldest_is_replaced() -> None:
     for which in range(10, 30):
         run_prompt(world, text(which))
     assert [run_prompt(world, text(which)) for which in (1, 2, 0)] == [98, 98, 0]
-
-
-def test_cache_of_one_sequence_has_no_pins() -> None:
-    world = SchedulerModel(1, 1)
-    world.add(text(0), 1, keep=300)
-    world.step(200)
-    assert world.scheduler.kept(0) == 0
-    world.finish()
-    assert not world.scheduler.sequences.pins.live
 
 
 def test_kept_tokens_are_reported_once() -> None:
@@ -145,9 +130,10 @@ def test_kept_tokens_are_reported_once() -> None:
     assert reported == [(0, 100), (98, 2), (100, 100)]
 
 
-def test_short_prompt_is_not_pinned() -> None:
-    world = SchedulerModel(1, 2)
-    world.add(text(0, 20), 1, keep=300)
+@pytest.mark.parametrize(("cached", "length"), [(2, 20), (1, 100)], ids=["short prompt", "cache of one sequence"])
+def test_prompt_that_is_not_pinned(cached: int, length: int) -> None:
+    world = SchedulerModel(1, cached)
+    world.add(text(0, length), 1, keep=300)
     world.step(200)
     assert world.scheduler.kept(0) == 0
     world.finish()

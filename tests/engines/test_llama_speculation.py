@@ -45,9 +45,15 @@ def model_path(halves_path: Path) -> Path:
     return halves_path
 
 
-def speculate(engine: LlamaEngine, is_drafting: bool) -> None:
-    """Switch drafts on or off, even for requests with a seed."""
-    builder_of(engine).uses_drafts = lambda request: is_drafting  # type: ignore[method-assign]
+async def collect_twice(engine: LlamaEngine, requests: Sequence[GenerationRequest]) -> list[list[Collected]]:
+    """Return the replies without drafts and those with drafts, even for requests with a seed."""
+    replies, drafted = [], runner_of(engine).drafted
+    for is_drafting in (False, True):
+        await clear_memory(engine)
+        builder_of(engine).uses_drafts = lambda request, uses=is_drafting: uses  # type: ignore[misc,method-assign]
+        replies.append(list(await asyncio.gather(*(collect(engine, request) for request in requests))))
+        assert (runner_of(engine).drafted > drafted) == is_drafting
+    return replies
 
 
 def make_rows_free(engine: LlamaEngine) -> None:
@@ -113,12 +119,7 @@ async def test_replies_are_identical_for_all_sampling_options(engine: LlamaEngin
         completion(words(seed), **{"max_tokens": 24, **fields(seed)})
         for seed, fields in enumerate(SAMPLING_CASES.values(), 1)
     ]
-    replies: list[list[Collected]] = []
-    for is_drafting in (False, True):
-        speculate(engine, is_drafting)
-        replies.append(await asyncio.gather(*(collect(engine, request) for request in requests)))
-        assert bool(runner.drafted) == is_drafting
-    for plain, drafted in zip(*replies, strict=True):
+    for plain, drafted in zip(*await collect_twice(engine, requests), strict=True):
         assert plain.deltas == drafted.deltas
         assert plain.finished.reason == drafted.finished.reason
     assert 15 < runner.accepted < runner.drafted
@@ -132,11 +133,8 @@ async def test_thinking_budget_ends_at_the_same_token(engine: LlamaEngine) -> No
     make_rows_free(engine)
     thinking = Thinking(enabled=True, budget_tokens=20)
     request = chat("<think>", thinking=thinking, sampling=random_sampling(3), max_tokens=60)
-    texts = []
-    for is_drafting in (False, True):
-        speculate(engine, is_drafting)
-        texts.append((await collect(engine, request)).tokens)
-    assert texts[0] == texts[1]
+    (plain,), (drafted,) = await collect_twice(engine, [request])
+    assert plain.tokens == drafted.tokens
     assert runner.accepted
 
 
@@ -150,11 +148,7 @@ async def test_repeated_text_is_drafted_with_the_same_reply(engine: LlamaEngine)
     runner = runner_of(engine)
     make_rows_free(engine)
     requests = [repeating(), repeating(" man told"), completion(CITY, max_tokens=30, logprobs=Logprobs(top=2))]
-    replies = []
-    for is_drafting in (False, True):
-        await clear_memory(engine)
-        speculate(engine, is_drafting)
-        replies.append([await collect(engine, request) for request in requests])
+    replies = await collect_twice(engine, requests)
     assert runner.accepted >= 20
     assert_same(*replies)
     assert SEA.startswith(replies[1][0].text[:60], SEA.index(" man"))
@@ -172,11 +166,7 @@ async def test_repeated_text_is_drafted_with_the_same_reply(engine: LlamaEngine)
 async def test_drafts_for_several_replies_in_one_step(engine: LlamaEngine) -> None:
     make_rows_free(engine)
     requests = [repeating(end, max_tokens=24) for end in ("", " man went down", f"\n{CITY[:40]}")]
-    replies = []
-    for is_drafting in (False, True):
-        await clear_memory(engine)
-        speculate(engine, is_drafting)
-        replies.append(list(await asyncio.gather(*(collect(engine, request) for request in requests))))
+    replies = await collect_twice(engine, requests)
     assert runner_of(engine).accepted >= 24
     assert_same(*replies)
 

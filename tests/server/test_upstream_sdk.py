@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from anthropic import Anthropic
-from bench.engine import running as running_command
+from bench.servers import run_server
 from openai import APIError, APIStatusError, OpenAI
 from tools.ports import free_port
 
@@ -149,7 +149,7 @@ def real(
     """SmolLM2 behind two servers: another Dragoman, and llama.cpp's own server."""
     port, upstream = free_port(), {"engine": "upstream"}
     command = [sys.executable, "-m", "bench.llamacpp", str(port), str(smollm2_path), "1", "1024", "2"]
-    with running_command(command, port, "/health"):
+    with run_server(command, f"http://127.0.0.1:{port}/health"):
         models = {
             "ours": upstream | {"url": smollm2.url, "model": "smollm2", "protocol": "messages"},
             "theirs": upstream | {"url": f"http://127.0.0.1:{port}", "model": "any", "protocol": "chat"},

@@ -7,14 +7,15 @@ A job holds the texts of one request. It completes when all of them are done.
 Rules
 1. A step takes about STEP_SECONDS. While the model also generates text, steps take BUSY_STEP_SECONDS, and the embedder
    pauses after each step for as long as the step took.
-2. A text is decoded in chunks. For a bidirectional model it is decoded whole, and a step has at least one text.
+2. A text is decoded in chunks: half of the rows of a step go to the oldest text, the rest to the shortest ones. For a
+   bidirectional model a text is decoded whole, and a step has at least one text.
 3. Each active text has a sequence of the decoder's memory. Jobs take turns for free sequences.
 """
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
@@ -24,7 +25,7 @@ from dragoman.core.embeddings import Embedding, Input, map_inputs
 from dragoman.core.errors import DragomanError, EngineFailed
 from dragoman.engines.llama.binding import Context, ContextParams, LlamaModel, Vectors
 from dragoman.engines.llama.compute_thread import ComputeThread, StepPace
-from dragoman.engines.llama.scheduler import share
+from dragoman.engines.llama.scheduler import shortest_first
 from dragoman.engines.prompt_reader import read_embedding_input
 
 STEP_SECONDS = 0.25
@@ -40,7 +41,7 @@ class EmbeddingJob:
         self.texts = texts
         self.next_index = 0
         self.results: dict[int, Embedding] = {}
-        self.future: asyncio.Future[list[Embedding]] = asyncio.get_running_loop().create_future()
+        self.future: Future[list[Embedding]] = Future()
 
 
 class _ActiveText:
@@ -166,7 +167,7 @@ class Embedder:
     def _decode(self, context: Context, budget: int) -> int:
         """Decode rows of the active texts and return their number."""
         missing = [text.missing for text in self.active]
-        counts = missing if self.model.is_bidirectional else share(missing, budget)
+        counts = missing if self.model.is_bidirectional else shortest_first(missing, budget)
         chunks = [(text, count) for text, count in zip(self.active, counts, strict=True) if count]
         tokens = [token for text, count in chunks for token in text.tokens[text.done : text.done + count]]
         positions = [position for text, count in chunks for position in range(text.done, text.done + count)]
@@ -186,8 +187,8 @@ class Embedder:
         except ValueError as error:
             self._fail(job, EngineFailed(f"the model failed: {error}"))
             return
-        if len(job.results) == len(job.texts):
-            self.compute_thread.post(_resolve, job.future, [job.results[at] for at in range(len(job.texts))])
+        if len(job.results) == len(job.texts) and job.future.set_running_or_notify_cancel():
+            job.future.set_result([job.results[at] for at in range(len(job.texts))])
 
     def _free(self, text: _ActiveText) -> None:
         self.active.remove(text)
@@ -197,19 +198,11 @@ class Embedder:
 
     def _fail(self, job: EmbeddingJob, error: DragomanError) -> None:
         self._drop(job)
-        self.compute_thread.post(_resolve, job.future, error)
+        if job.future.set_running_or_notify_cancel():
+            job.future.set_exception(error)
 
     def _drop(self, job: EmbeddingJob) -> None:
         if job in self.jobs:
             self.jobs.remove(job)
         for text in [text for text in self.active if text.job is job]:
             self._free(text)
-
-
-def _resolve(future: asyncio.Future[list[Embedding]], result: list[Embedding] | DragomanError) -> None:
-    if future.done():
-        return
-    if isinstance(result, DragomanError):
-        future.set_exception(result)
-    else:
-        future.set_result(result)

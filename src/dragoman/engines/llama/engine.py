@@ -57,23 +57,13 @@ MAX_DEFAULT_EMBEDDING_TOKENS = 2048
 EMBEDDING_SEQUENCES = 16
 
 
-class TextGenerator(msgspec.Struct, frozen=True):
-    """The parts that generate text."""
-
-    request_builder: LlamaRequestBuilder
-    runner: Runner
-    adapter_runners: Mapping[str, Runner]
-    """By adapter name."""
-    capacity: int
-    """Tokens that fit into the slots of all runners."""
-
-
 class LoadedLlama(msgspec.Struct, frozen=True):
-    """`generator` is None for models that only create embeddings."""
-
     model: LlamaModel
     embedder: Embedder
-    generator: TextGenerator | None = None
+    builder: LlamaRequestBuilder | None = None
+    """None for models that only create embeddings."""
+    runners: Mapping[str, Runner] = {}
+    """By the name of the adapter; "" is the runner without one."""
 
 
 class LlamaEngine(TokenEngine):
@@ -127,14 +117,14 @@ class LlamaEngine(TokenEngine):
         length, format_name = self.options.context, self.options.format or "plain"
         if self.loaded is not None:
             length = self.loaded.embedder.length
-            if self.loaded.generator is not None:
-                format_name = self.loaded.generator.request_builder.format.name
+            if self.loaded.builder is not None:
+                format_name = self.loaded.builder.format.name
         return [ModelInfo(name, context=length, format=format_name) for name in (self.name, *self.options.adapters)]
 
     def supports(self) -> frozenset[str]:
         if self.loaded is None:
             return FEATURES
-        if self.loaded.generator is None:
+        if self.loaded.builder is None:
             return EMBEDDING_FEATURES
         return FEATURES if self.loaded.model.infill is None else FEATURES | {Feature.INFILL}
 
@@ -155,8 +145,8 @@ class LlamaEngine(TokenEngine):
         loaded, self.loaded = self.loaded, None
         if self.compute_thread is not None:
             self.compute_thread.close()
-        if loaded is not None and loaded.generator is not None:
-            await loaded.generator.request_builder.constraints.close()
+        if loaded is not None and loaded.builder is not None:
+            await loaded.builder.constraints.close()
         # The threads must be done before the model is freed.
         await asyncio.to_thread(self.close_pools, wait=True)
         if self.compute_thread is not None:
@@ -165,9 +155,9 @@ class LlamaEngine(TokenEngine):
             loaded.model.close()
 
     async def deliver(self, request: GenerationRequest, listener: Listener) -> None:
-        generator = self._require_generator()
-        generation = await self.build_generation(generator.request_builder, request)
-        runner = generator.adapter_runners.get(request.model, generator.runner)
+        builder, runners = self.require_builder(), self._require_loaded().runners
+        generation = await self.build_generation(builder, request)
+        runner = runners.get(request.model, runners[""])
         runner.submit(generation)
         self.active_generations += 1
         try:
@@ -181,9 +171,10 @@ class LlamaEngine(TokenEngine):
 
     def _deliver_step(self, step: StepEvents) -> None:
         """Called in the event loop with the events of each step."""
-        generator = None if self.loaded is None else self.loaded.generator
-        if generator is not None and self.active_generations:
-            self.kv_used = sum(runner.tokens for runner in generator.runner.runners) / generator.capacity
+        if self.loaded is not None and self.active_generations:
+            runners = self.loaded.runners.values()
+            capacity = self.options.slots * self.loaded.embedder.length * len(runners)
+            self.kv_used = sum(runner.tokens for runner in runners) / capacity
         for put in step:
             put()
 
@@ -191,7 +182,7 @@ class LlamaEngine(TokenEngine):
         embedder = self._require_loaded().embedder
         job = embedder.submit(await self.run_in_pool(embedder.read, inputs))
         try:
-            return await job.future
+            return await asyncio.wrap_future(job.future)
         finally:
             embedder.cancel(job)
 
@@ -199,18 +190,15 @@ class LlamaEngine(TokenEngine):
         return self._require_loaded().model
 
     def require_builder(self) -> LlamaRequestBuilder:
-        return self._require_generator().request_builder
+        builder = self._require_loaded().builder
+        if builder is None:
+            raise NotSupported("this model creates embeddings and cannot generate text")
+        return builder
 
     def _require_loaded(self) -> LoadedLlama:
         if self.loaded is None:
             raise EngineFailed("the engine is not running")
         return self.loaded
-
-    def _require_generator(self) -> TextGenerator:
-        generator = self._require_loaded().generator
-        if generator is None:
-            raise NotSupported("this model creates embeddings and cannot generate text")
-        return generator
 
 
 def _load(
@@ -223,32 +211,19 @@ def _load(
     if not options.file.is_file():
         raise ConfigError(f"llama: there is no model file at {options.file}")
     path, threads = _find_tuned(options)
-    runners: list[Runner] = []
     with contextlib.ExitStack() as stack:
         model = LlamaModel(path, progress)
         stack.callback(model.close)
         _check_kind(model, options)
         try:
             if model.is_bidirectional:
-                loaded = LoadedLlama(model, _create_bidirectional_embedder(model, options, threads, thread))
-                stack.callback(loaded.embedder.close)
-                loaded.embedder.prepare()
+                loaded = _prepare_embedding(model, options, threads, thread, stack)
             else:
-                size = fit_context(model, options)
-                contexts = _create_contexts(model, options, size, threads, stack)
-                sharing, isolate = not model.is_recurrent, options.isolate
-                schedule = partial(
-                    Scheduler, size.slots, size.cached, sharing=sharing, isolate=isolate, clock=time.monotonic
-                )
-                runners = [Runner(context, schedule, options, thread, deliver) for context in contexts]
-                length = min(size.length, contexts[0].length)
-                params = _embedding_params(length, options.batch, threads)
-                embedder = Embedder(model, params, length, thread, partial(_any_has_work, runners))
-                loaded = LoadedLlama(model, embedder, _create_generator(model, options, length, runners))
+                loaded = _prepare_generation(model, options, threads, thread, deliver, stack)
         except EngineFailed as error:
             raise ConfigError(f"llama: the model loads, but {error}") from error
         stack.pop_all()
-    thread.members = [*runners, loaded.embedder]
+    thread.members = [*loaded.runners.values(), loaded.embedder]
     return loaded
 
 
@@ -300,26 +275,36 @@ def _create_contexts(
     return contexts
 
 
-def _any_has_work(runners: Sequence[Runner]) -> bool:
-    return any(runner.has_work for runner in runners)
-
-
-def _create_generator(
-    model: LlamaModel, options: LlamaOptions, length: int, runners: Sequence[Runner]
-) -> TextGenerator:
-    for runner in runners:
-        runner.runners = runners
+def _prepare_generation(
+    model: LlamaModel,
+    options: LlamaOptions,
+    threads: int,
+    thread: ComputeThread,
+    deliver: Callable[[StepEvents], None],
+    stack: contextlib.ExitStack,
+) -> LoadedLlama:
+    size = fit_context(model, options)
+    contexts = _create_contexts(model, options, size, threads, stack)
+    sharing, isolate = not model.is_recurrent, options.isolate
+    schedule = partial(Scheduler, size.slots, size.cached, sharing=sharing, isolate=isolate, clock=time.monotonic)
+    runners: list[Runner] = []
+    runners += [Runner(context, schedule, options, thread, deliver, runners) for context in contexts]
+    length = min(size.length, contexts[0].length)
+    params = _embedding_params(length, options.batch, threads)
+    embedder = Embedder(model, params, length, thread, lambda: any(runner.has_work for runner in runners))
     builder = LlamaRequestBuilder(model, length, options)
-    adapter_runners = dict(zip(options.adapters, runners[1:], strict=True))
-    return TextGenerator(builder, runners[0], adapter_runners, options.slots * length * len(runners))
+    return LoadedLlama(model, embedder, builder, dict(zip(("", *options.adapters), runners, strict=True)))
 
 
-def _create_bidirectional_embedder(
-    model: LlamaModel, options: LlamaOptions, threads: int, thread: ComputeThread
-) -> Embedder:
+def _prepare_embedding(
+    model: LlamaModel, options: LlamaOptions, threads: int, thread: ComputeThread, stack: contextlib.ExitStack
+) -> LoadedLlama:
     length = min(options.context or MAX_DEFAULT_EMBEDDING_TOKENS, model.trained_context)
     rows = max(length, min(options.batch, MAX_DEFAULT_EMBEDDING_TOKENS))
-    return Embedder(model, _embedding_params(rows, rows, threads), length, thread)
+    embedder = Embedder(model, _embedding_params(rows, rows, threads), length, thread)
+    stack.callback(embedder.close)
+    embedder.prepare()
+    return LoadedLlama(model, embedder)
 
 
 def _embedding_params(length: int, rows: int, threads: int) -> ContextParams:

@@ -10,7 +10,7 @@ Rules
 5. Drafts do not change the choice of tokens: each token is picked from the logits of its own row, until one differs
    from the draft. Drafts do change the rounding of the logits, so a request with a seed has none.
 6. A list of forced tool calls ends when a call repeats the previous one word for word, because weak models would repeat
-   it for ever.
+   it forever.
 """
 
 import itertools
@@ -84,7 +84,8 @@ class Generation(TokenGeneration):
         """Pick the next token and return it with its events."""
         self._enforce_thinking_budget()
         token, logprobs = self._pick(context, row)
-        if self._is_end(token):
+        is_stop_token = token in self.stop_tokens and (self.guide is None or self.guide.is_accepting)
+        if is_stop_token or token in self.ends:
             return token, self.finish("stop")
         if self.guide is not None:
             self.guide.advance(token)
@@ -117,9 +118,6 @@ class Generation(TokenGeneration):
         if self.sampler is not None:
             self.sampler.close()
             self.sampler = None
-
-    def _is_end(self, token: int) -> bool:
-        return token in self.ends or (token in self.stop_tokens and (self.guide is None or self.guide.is_accepting))
 
     def _is_complete(self, text: str) -> bool:
         """Whether a constrained reply ends after this text."""

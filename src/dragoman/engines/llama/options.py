@@ -152,30 +152,6 @@ def find_warnings(options: LlamaOptions) -> Iterator[tuple[str, str]]:
         yield key, f"{message}: lower context or slots"
 
 
-class KvShape(msgspec.Struct, frozen=True):
-    layers: int
-    heads: int
-    kv_heads: int
-    width: int
-    """Embedding width of the model."""
-    key_width: int = 0
-    """Widths of a head's key and value. 0: the embedding width divided by the number of heads."""
-    value_width: int = 0
-
-    @classmethod
-    def of(cls, model: "LlamaModel") -> "KvShape":
-        c, handle = model.library, model.handle
-        counts = (c.llama_model_n_layer, c.llama_model_n_head, c.llama_model_n_head_kv, c.llama_model_n_embd)
-        widths = (_read_number(model.metadata, f"attention.{name}_length") for name in ("key", "value"))
-        return cls(*(int(count(handle)) for count in counts), *widths)
-
-    def token_bytes(self, kv: Kv) -> int:
-        head_width = self.width // max(self.heads, 1)
-        widths = (self.key_width or head_width) + (self.value_width or head_width)
-        block_bytes, block_size = KV_BLOCKS[kv]
-        return self.layers * self.kv_heads * widths * block_bytes // block_size
-
-
 class ContextSize(msgspec.Struct, frozen=True):
     """`slots` and `cached` sequences of `length` tokens each."""
 
@@ -190,8 +166,9 @@ class ContextSize(msgspec.Struct, frozen=True):
 
 def fit_context(model: "LlamaModel", options: LlamaOptions) -> ContextSize:
     """Choose the sizes that the options leave open. Raises `ConfigError` if the memory is too small."""
-    contexts = 1 + len(options.adapters)
-    token_bytes = contexts * max(KvShape.of(model).token_bytes(options.kv), 1)
+    c, handle = model.library, model.handle
+    counts = (c.llama_model_n_layer, c.llama_model_n_head, c.llama_model_n_head_kv, c.llama_model_n_embd)
+    token_bytes = max(_kv_bytes_per_token(model.metadata, options, *(int(count(handle)) for count in counts)), 1)
     cached = 0 if model.is_recurrent else options.cache_sequences
     size = _choose_size(options, cached, model.trained_context, token_bytes)
     if options.context is None and size.length < model.trained_context:
@@ -203,7 +180,7 @@ def fit_context(model: "LlamaModel", options: LlamaOptions) -> ContextSize:
     if needed > memory and not model.is_recurrent:
         # The system would kill the process.
         cached_too = f" and {size.cached} cache_sequences" if size.cached else ""
-        each = "" if contexts == 1 else ", for the model and each adapter,"
+        each = ", for the model and each adapter," if options.adapters else ""
         raise ConfigError(
             f"llama: {size.slots} slots{cached_too} of {size.length} tokens{each} need {needed / 1e9:.0f} GB of "
             f"memory, but the machine has {memory / 1e9:.0f} GB: "
@@ -216,13 +193,22 @@ def expected_kv_bytes(metadata: Mapping[str, Value], options: LlamaOptions) -> i
     """Estimate the memory for the KV caches from the file's metadata. 0 if the metadata is incomplete."""
     keys = ("block_count", "attention.head_count", "attention.head_count_kv", "embedding_length")
     layers, heads, kv_heads, width = (_read_number(metadata, key) for key in keys)
-    widths = (_read_number(metadata, f"attention.{name}_length") for name in ("key", "value"))
-    shape = KvShape(layers, heads, kv_heads or heads, width, *widths)
-    token_bytes = (1 + len(options.adapters)) * shape.token_bytes(options.kv)
+    token_bytes = _kv_bytes_per_token(metadata, options, layers, heads, kv_heads or heads, width)
     if not token_bytes:
         return 0
     size = _choose_size(options, options.cache_sequences, _read_number(metadata, "context_length"), token_bytes)
     return token_bytes * size.length * size.sequences
+
+
+def _kv_bytes_per_token(
+    metadata: Mapping[str, Value], options: LlamaOptions, layers: int, heads: int, kv_heads: int, width: int
+) -> int:
+    """Return the bytes of a token in the KV caches of the model and its adapters. `width` is that of an embedding."""
+    # The file may set widths of a head's key and value that differ from the default.
+    keys = ("attention.key_length", "attention.value_length")
+    key_width, value_width = (_read_number(metadata, key) or width // max(heads, 1) for key in keys)
+    block_bytes, block_size = KV_BLOCKS[options.kv]
+    return (1 + len(options.adapters)) * (layers * kv_heads * (key_width + value_width) * block_bytes // block_size)
 
 
 def _read_number(metadata: Mapping[str, Value], key: str) -> int:

@@ -33,9 +33,6 @@ class PrefixTree:
         self.roots: dict[str, _Node] = {}
         self.ends: dict[int, _Node] = {}
 
-    def __contains__(self, holder: int) -> bool:
-        return holder in self.ends
-
     def add(self, holder: int, tokens: Sequence[int], salt: str = "") -> None:
         """Add a new holder with these tokens."""
         root = self.roots.setdefault(salt, _Node([], None, set(), salt))

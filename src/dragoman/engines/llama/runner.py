@@ -55,15 +55,15 @@ class Runner:
         options: LlamaOptions,
         compute_thread: ComputeThread,
         deliver: Callable[[StepEvents], None],
+        runners: "Sequence[Runner]",
     ) -> None:
-        """`deliver` is called in the event loop with the events of a step."""
+        """`deliver` is called in the event loop with the events of a step. `runners` are all those in the thread."""
         self.context = context
         self.schedule = schedule
         self.scheduler = schedule()
         self.compute_thread = compute_thread
         self.deliver = deliver
-        self.runners: Sequence[Runner] = [self]
-        """All runners in the same thread."""
+        self.runners = runners
         self.tokens = 0
         """Tokens of its jobs in memory after the last step."""
         self.gap = gap = options.gap_ms / 1000

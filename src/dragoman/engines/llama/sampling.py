@@ -15,6 +15,7 @@ Rules
 5. NaN or infinite logits fail the request. C code never sees them because it would abort the process.
 """
 
+import contextlib
 import math
 import random
 from collections import Counter
@@ -77,13 +78,11 @@ METADATA_KEYS = {
 
 def default_sampling(metadata: Mapping[str, str]) -> SamplingParams:
     """Return the defaults of the model file. Invalid values are ignored."""
-    values = {field: metadata[key] for field, key in METADATA_KEYS.items() if key in metadata}
     params = DEFAULTS
-    for field, value in values.items():
-        try:
-            params = msgspec.convert({**msgspec.structs.asdict(params), field: value}, SamplingParams, strict=False)
-        except msgspec.ValidationError:
-            continue
+    for field, key in METADATA_KEYS.items():
+        with contextlib.suppress(KeyError, msgspec.ValidationError):
+            fields = {**msgspec.structs.asdict(params), field: metadata[key]}
+            params = msgspec.convert(fields, SamplingParams, strict=False)
     return params
 
 

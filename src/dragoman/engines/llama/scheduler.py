@@ -18,7 +18,7 @@ Rules
 3. Every job with a sampled token has exactly one row for it in the next plan; prefill never delays it by a plan. Its
    draft follows that row, unless the plan has prefill rows.
 4. The prefill rows of a plan never exceed the budget, and use all of it that the prompts can fill, except for rule 6.
-5. The principal that had the fewest prefill rows lately gets up to three quarters of the budget, the next one three
+5. The principal with the fewest recent prefill rows gets up to three quarters of the budget, the next one three
    quarters of the rest, and so on: a short prompt overtakes the many or long prompts of another principal.
    Within the share of a principal, half goes to its oldest job and the rest to the shortest prompts, so that a short
    prompt overtakes a long one.
@@ -29,7 +29,7 @@ Rules
 9. `end` works in every state. The computed tokens stay for other jobs, unless a decode of the job failed: then the
    content of its sequence is unknown.
 10. Only a job with a sequence is followed, and only for MIN_SHARED_TOKENS or more that are not in memory yet. A job
-    with a sequence never waits again, so followers cannot wait for ever.
+    with a sequence never waits again, so followers cannot wait forever.
 11. Rows are sorted by sequence, because the decoder processes adjacent sequences together.
 """
 
@@ -128,7 +128,7 @@ class Scheduler:
         self.isolate = isolate
         self.waiting: dict[int, Job] = {}
         self.slots: dict[int, _Slot] = {}
-        self.sequences = SequenceAllocator(slots, cached if sharing else 0, sharing=sharing, clock=clock)
+        self.sequences = SequenceAllocator(slots, cached, sharing=sharing, clock=clock)
         self.promised = PrefixTree()
         """The prompts of prefilling jobs."""
         self.in_flight: dict[int, Chunk] = {}
@@ -161,8 +161,7 @@ class Scheduler:
 
     def decoded(self, chunk: Chunk) -> None:
         """Record that the rows of a chunk are in memory."""
-        if self.in_flight.pop(chunk.job, None) is None:
-            return
+        del self.in_flight[chunk.job]
         slot = self.slots[chunk.job]
         if slot.missing > 0:
             self.sequences.append(slot.sequence, chunk.tokens)
@@ -177,7 +176,7 @@ class Scheduler:
 
     def undone(self, chunk: Chunk) -> None:
         """Record that the rows of a chunk are not in memory; they are planned again."""
-        self.in_flight.pop(chunk.job, None)
+        del self.in_flight[chunk.job]
 
     def sampled(self, job: int, token: int) -> bool:
         """Record a sampled token. Returns whether it was drafted, so that the next one can be sampled at once."""
@@ -277,7 +276,7 @@ class Scheduler:
     def _prefill(self, budget: int) -> list[Chunk]:
         slots = [slot for slot in self.slots.values() if slot.has_sequence and slot.missing > 0]
         wanting = [slot for slot in slots if slot.job.prompt_outputs]
-        outputs = share([slot.missing for slot in wanting], min(budget, MAX_PROMPT_OUTPUTS))
+        outputs = shortest_first([slot.missing for slot in wanting], min(budget, MAX_PROMPT_OUTPUTS))
         most = {slot.job.id: rows for slot, rows in zip(wanting, outputs, strict=True)}
         wants = [most.get(slot.job.id, slot.missing) for slot in slots]
         owners = [slot.job.principal for slot in slots]
@@ -334,11 +333,7 @@ def share_in_order(wants: Sequence[int], budget: int) -> list[int]:
         is_last = at == len(wants) - 1
         given.append(min(want, left if is_last else math.ceil(left * FIRST_SHARE)))
         left -= given[-1]
-    for at, want in enumerate(wants):
-        more = min(want - given[at], left)
-        given[at] += more
-        left -= more
-    return given
+    return _give_rest(given, wants, range(len(wants)), left)
 
 
 def cap_beside_finished(owners: Sequence[str], wants: Sequence[int], given: list[int]) -> list[int]:
@@ -356,32 +351,16 @@ def cap_beside_finished(owners: Sequence[str], wants: Sequence[int], given: list
     return capped
 
 
-def share(wants: Sequence[int], budget: int) -> list[int]:
-    """Give half of the budget to the first, equal parts of the rest to the others, and what remains in order of age."""
-    given = [0] * len(wants)
-    if not wants:
-        return given
-    given[0] = min(wants[0], (budget + 1) // 2 if len(wants) > 1 else budget)
-    left = budget - given[0]
-    others = sorted(range(1, len(wants)), key=lambda at: wants[at])
-    for rank, at in enumerate(others):
-        given[at] = min(wants[at], left // (len(others) - rank))
-        left -= given[at]
-    for at, want in enumerate(wants):
-        more = min(want - given[at], left)
-        given[at] += more
-        left -= more
-    return given
-
-
 def shortest_first(wants: Sequence[int], budget: int) -> list[int]:
     """Give half of the budget to the first, and the rest to the smallest requests first."""
-    given = [0] * len(wants)
-    if not wants:
-        return given
-    given[0] = min(wants[0], (budget + 1) // 2)
-    left = budget - given[0]
-    for at in sorted(range(len(wants)), key=lambda at: wants[at] - given[at]):
+    given = [min(want, (budget + 1) // 2) if at == 0 else 0 for at, want in enumerate(wants)]
+    order = sorted(range(len(wants)), key=lambda at: wants[at] - given[at])
+    return _give_rest(given, wants, order, budget - sum(given))
+
+
+def _give_rest(given: list[int], wants: Sequence[int], order: Sequence[int], left: int) -> list[int]:
+    """Give each in this order what it still wants, as far as the rest of the budget goes."""
+    for at in order:
         more = min(wants[at] - given[at], left)
         given[at] += more
         left -= more

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
+from gguf.constants import GGMLQuantizationType, LlamaFileType
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 
@@ -202,10 +202,11 @@ def requantize(source: Path, target: Path, progress: Callable[[float], object]) 
         file.write(_head(data, outline))
         for tensor in outline.tensors:
             file.write(bytes(-file.tell() % outline.alignment))
-            for part, count in _parts(tensor, data[outline.data_start + tensor.offset :]):
-                file.write(part.reshape(-1).data)
-                done += count
-                progress(done / weights)
+            start = outline.data_start + tensor.offset
+            for part in _convert(tensor, data[start : start + tensor.bytes]):
+                file.write(part.data)
+            done += tensor.elements
+            progress(done / weights)
         file.write(bytes(-file.tell() % outline.alignment))
         file.flush()
         os.fsync(file.fileno())
@@ -218,29 +219,23 @@ def _head(data: Bytes, outline: Outline) -> bytes:
         struct.pack_into("<I", head, position, LlamaFileType.MOSTLY_Q8_0)
     offset = 0
     for tensor in outline.tensors:
-        kind = Q8_0 if tensor.kind in SLOW_TYPES else GGMLQuantizationType(tensor.kind)
-        name, sizes = tensor.name.encode(), tensor.sizes
+        new = msgspec.structs.replace(tensor, kind=int(Q8_0)) if tensor.kind in SLOW_TYPES else tensor
+        name, sizes = new.name.encode(), new.sizes
         head += struct.pack("<Q", len(name)) + name
-        head += struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, offset)
-        offset += -(-_bytes(tensor.elements, kind) // outline.alignment) * outline.alignment
+        head += struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, new.kind, offset)
+        offset += -(-new.bytes // outline.alignment) * outline.alignment
     return bytes(head)
 
 
-def _parts(tensor: Tensor, data: Bytes) -> Iterator[tuple[Bytes, int]]:
-    """Yield a tensor's new bytes, some rows at a time, with the number of weights in them."""
-    kind = GGMLQuantizationType(tensor.kind)
-    width = tensor.sizes[0]
-    rows = data[: _bytes(tensor.elements, kind)].reshape(-1, _bytes(width, kind))
-    step = max(WEIGHTS_AT_ONCE // width, 1)
+def _convert(tensor: Tensor, data: Bytes) -> Iterator[Bytes]:
+    """Yield a tensor's new bytes, some rows at a time."""
+    if tensor.kind not in SLOW_TYPES:
+        yield data
+        return
+    rows = data.reshape(tensor.elements // tensor.sizes[0], -1)
+    step = max(WEIGHTS_AT_ONCE // tensor.sizes[0], 1)
     for start in range(0, len(rows), step):
-        part = rows[start : start + step]
-        new = quantize(dequantize(part, kind), Q8_0) if tensor.kind in SLOW_TYPES else part
-        yield np.ascontiguousarray(new), len(part) * width
-
-
-def _bytes(weights: int, kind: GGMLQuantizationType) -> int:
-    block, size = GGML_QUANT_SIZES[kind]
-    return weights // block * size
+        yield quantize(dequantize(rows[start : start + step], GGMLQuantizationType(tensor.kind)), Q8_0).reshape(-1)
 
 
 def measure(original: Path, file: Path, threads: int) -> Measurement:
