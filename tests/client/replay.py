@@ -25,14 +25,11 @@ def replay(
     protocol: str,
     pieces: Sequence[bytes],
     *,
-    status: int = 200,
-    headers: dict[str, str] | None = None,
     check_calls: bool = True,
 ) -> list[Event]:
     client_call = ClientCall(
         CLIENT_PROTOCOLS[protocol], REQUEST, stream=True, check_calls=check_calls, make_id=sequential_ids()
     )
-    client_call.head(status, headers or {})
     events = [event for piece in pieces for event in client_call.feed(piece)]
     for last in client_call.end():
         events += last

@@ -60,10 +60,11 @@ class Invocation(msgspec.Struct, frozen=True):
         return ToolResult(self.call.id, (Text(f"error: {self.error}"),), is_error=True)
 
 
-ToolLoop = Generator[ClientRequest | tuple[Invocation, ...], Any, Outcome]
+LoopStep = ClientRequest | tuple[Invocation, ...]
+"""The result of a request is its reply, that of calls the list of their results."""
 
 
-def run_steps(client_request: ClientRequest, steps: int = DEFAULT_STEPS) -> ToolLoop:
+def run_tool_loop(client_request: ClientRequest, steps: int) -> Generator[LoopStep, Any, Outcome]:
     _check(client_request, steps)
     messages = client_request.request.messages
     usages: list[Usage] = []
