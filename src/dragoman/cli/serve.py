@@ -54,6 +54,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--alias",
+        dest="aliases",
         metavar="PATTERN=NAME",
         action="append",
         default=[],
@@ -82,6 +83,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--port", type=int, help="the port to listen on (8000)")
     parser.add_argument(
         "--api-key",
+        dest="api_keys",
         metavar="KEY",
         action="append",
         default=[],
@@ -154,30 +156,13 @@ def _create_engine(name: str) -> Engine:
 
 
 def _load(arguments: argparse.Namespace, engines: Sequence[Engine]) -> LoadedConfig:
-    flags = Flags(
-        models=[*arguments.models, *arguments.model],
-        engine=None if engines else arguments.engine,
-        aliases=arguments.alias,
-        default=arguments.default,
-        models_dir=arguments.models_dir,
-        memory=arguments.memory,
-        keep_alive=arguments.keep_alive,
-        host=arguments.host,
-        port=arguments.port,
-        api_keys=arguments.api_key,
-        strict=arguments.strict,
-        event_log=arguments.event_log,
-        workers=arguments.workers,
-        socket=arguments.socket,
-        tls_certificate=arguments.tls_certificate,
-        tls_key=arguments.tls_key,
-        anonymous=arguments.anonymous,
-        layout=arguments.layout,
-    )
+    same = {name: getattr(arguments, name) for name in Flags.__struct_fields__ if name not in ("models", "engine")}
+    models = [*arguments.models, *arguments.model]
+    flags = Flags(models=models, engine=None if engines else arguments.engine, **same)
     offered = [model.name for engine in engines for model in engine.models()]
     if engines and not offered:
         raise ConfigError(f"--engine {arguments.engine}: it offers no models; `models()` must name at least one")
-    if not all(arguments.api_key):
+    if not all(arguments.api_keys):
         raise ConfigError("--api-key is empty")
     config = load(arguments.config, flags, os.environ, offered=offered)
     for model in config.settings.models:
