@@ -109,25 +109,35 @@ def run_target(answer: Answer, action: Callable[[Target], Awaitable[T]], silence
     return asyncio.run(scenario())
 
 
-def test_valid_reply() -> None:
-    async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
-        writer.write(reply(STREAM))
+def always(data: bytes, is_last: bool = True) -> Answer:
+    """Answer every request with these bytes; close the connection after the last."""
 
-    sample = run_target(answer, lambda target: target.send("x", 3))
+    async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
+        writer.write(data)
+        if is_last:
+            writer.close()
+
+    return answer
+
+
+async def send(target: Target) -> Sample:
+    return await target.send("x", 3)
+
+
+async def send_twice(target: Target) -> list[Sample]:
+    return [await send(target), await send(target)]
+
+
+def test_valid_reply() -> None:
+    sample = run_target(always(reply(STREAM), is_last=False), send)
     assert (sample.error, sample.status, sample.usage) == (None, 200, SampleUsage(7, 3, 4))
     assert len(sample.arrivals) == 3
     assert 0 < sample.arrivals[0] <= sample.seconds
 
 
 def test_reply_that_ends_with_the_connection() -> None:
-    async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + STREAM)
-        writer.close()
-
-    async def twice(target: Target) -> list[Sample]:
-        return [await target.send("x", 3), await target.send("x", 3)]
-
-    assert [sample.error for sample in run_target(answer, twice)] == [None, None]
+    data = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + STREAM
+    assert [sample.error for sample in run_target(always(data), send_twice)] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -140,19 +150,12 @@ def test_reply_that_ends_with_the_connection() -> None:
     ],
 )
 def test_invalid_replies(sent: bytes, message: str) -> None:
-    async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
-        writer.write(sent)
-        writer.close()
-
-    sample = run_target(answer, lambda target: target.send("x", 3))
-    assert (sample.error or "").startswith(message)
+    assert (run_target(always(sent), send).error or "").startswith(message)
 
 
 def test_silence_times_out() -> None:
-    async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n" + ROLE)
-
-    sample = run_target(answer, lambda target: target.send("x", 3), silence_seconds=0.2)
+    answer = always(b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n" + ROLE, is_last=False)
+    sample = run_target(answer, send, silence_seconds=0.2)
     assert sample.error == "no data for 0.2 s"
     assert 0.2 <= sample.seconds < 2
 
@@ -164,10 +167,7 @@ def test_stale_connection_is_reopened() -> None:
         else:
             writer.close()
 
-    async def twice(target: Target) -> list[Sample]:
-        return [await target.send("x", 3), await target.send("x", 3)]
-
-    assert [sample.error for sample in run_target(answer, twice)] == [None, None]
+    assert [sample.error for sample in run_target(answer, send_twice)] == [None, None]
 
 
 def test_rejected_fields_are_omitted() -> None:
@@ -187,8 +187,6 @@ def test_rejected_fields_are_omitted() -> None:
 
 
 def test_other_400_is_an_error() -> None:
-    async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
-        writer.write(reply(b'{"error":{"message":"no such model"}}', "400 Bad Request"))
-
+    answer = always(reply(b'{"error":{"message":"no such model"}}', "400 Bad Request"))
     with pytest.raises(ConfigError, match="the server answered 400 no such model"):
         run_target(answer, lambda target: target.count_tokens("x"))
