@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 
-from dragoman.cli.common import MANY, Commands, add_command, add_working_directory, print_progress
+from dragoman.cli.common import Commands, add_command, add_repeatable, add_working_directory, print_progress
 from dragoman.config.diagnostics import Diagnostic
 from dragoman.config.loading import Flags, LoadedConfig, load
 from dragoman.config.settings import Settings
@@ -44,35 +44,23 @@ def add(commands: Commands) -> None:
         help="the same as --model; without NAME= the model is named after its file or directory",
     )
     parser.add_argument("--config", metavar="FILE", help="a configuration file (YAML or JSON)")
-    parser.add_argument(
+    add_repeatable(
+        parser,
         "--model",
-        metavar="NAME=SOURCE",
-        action="append",
-        default=[],
-        help=f"serve a model under this name; SOURCE is a path to a GGUF file, {sources.SOURCE_KINDS}, or a model "
-        f"directory if vllm is installed. NAME alone is a built-in model ({', '.join(sources.BUILT_IN)}); {MANY}",
+        "NAME=SOURCE",
+        f"serve a model under this name; SOURCE is a path to a GGUF file, {sources.SOURCE_KINDS}, or a model directory "
+        f"if vllm is installed. NAME alone is a built-in model ({', '.join(sources.BUILT_IN)})",
     )
-    parser.add_argument(
-        "--alias",
-        dest="aliases",
-        metavar="PATTERN=NAME",
-        action="append",
-        default=[],
-        help=f"serve a model under other names too; * and ? are wildcards; {MANY}",
-    )
+    aliases_help = "serve a model under other names too; * and ? are wildcards"
+    add_repeatable(parser, "--alias", "PATTERN=NAME", aliases_help, dest="aliases")
     parser.add_argument(
         "--engine",
         metavar="MODULE:CLASS",
         help="serve your own engine, imported from the working directory; vllm or llama: the engine of every --model",
     )
     parser.add_argument("--default", metavar="NAME", help="the model for requests without a model name")
-    parser.add_argument(
-        "--models-dir",
-        metavar="DIR",
-        action="append",
-        default=[],
-        help=f"serve the models in this directory too (the directory of `dragoman pull`); {MANY}",
-    )
+    models_dir_help = "serve the models in this directory too (the directory of `dragoman pull`)"
+    add_repeatable(parser, "--models-dir", "DIR", models_dir_help)
     parser.add_argument(
         "--memory", metavar="SIZE", help="memory for all loaded models together, such as 12GiB (no limit)"
     )
@@ -81,14 +69,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--host", help="the address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, help="the port to listen on (8000)")
-    parser.add_argument(
-        "--api-key",
-        dest="api_keys",
-        metavar="KEY",
-        action="append",
-        default=[],
-        help=f"require this key; {MANY}",
-    )
+    add_repeatable(parser, "--api-key", "KEY", "require this key", dest="api_keys")
     parser.add_argument("--anonymous", action="store_true", help="allow callers without a key, on any address")
     parser.add_argument(
         "--workers", metavar="N", type=int, help="front-end processes (one for every four CPUs, at most 4)"

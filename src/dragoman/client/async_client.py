@@ -32,15 +32,13 @@ class AsyncStream:
     def __init__(self, batches: AsyncGenerator[Sequence[Event], None], collector: ReplyCollector) -> None:
         self._batches = batches
         self._collector = collector
-        self._ready: list[Event] = []
+        self._events = (event async for batch in batches for event in batch)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Event:
-        while not self._ready:
-            self._ready = list(await anext(self._batches))[::-1]
-        return self._ready.pop()
+        return await anext(self._events)
 
     def reply(self) -> Reply:
         """Return the whole reply. Raises `StreamCutOff` if not all events have been read."""
@@ -108,8 +106,7 @@ class AsyncClient:
         return await run_steps_async(run_tool_loop(request, steps), perform)
 
     async def embed(self, texts: str | Sequence[str], *, model: str = "", dimensions: int | None = None) -> Embeddings:
-        inputs = rest_calls.check_texts(texts)
-        return (await self._transport.run(rest_calls.embed(self._planner, inputs, model, dimensions))).as_floats()
+        return await self._transport.run(rest_calls.embed_texts(self._planner, texts, model, dimensions))
 
     async def models(self) -> tuple[ServerModel, ...]:
         return await self._transport.run(rest_calls.list_models(self._planner))

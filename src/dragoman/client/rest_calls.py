@@ -41,23 +41,6 @@ class Embeddings(msgspec.Struct, frozen=True):
     usage: Usage
 
 
-class EmbeddingResult(msgspec.Struct, frozen=True):
-    """Embeddings in the packed form that engines use."""
-
-    vectors: tuple[Embedding, ...]
-    usage: Usage
-
-    def as_floats(self) -> Embeddings:
-        return Embeddings(tuple(tuple(vector.values) for vector in self.vectors), self.usage)
-
-
-def check_texts(texts: str | Sequence[str]) -> list[str]:
-    checked = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else [texts]
-    if not all(isinstance(text, str) for text in checked):
-        raise BadRequest("texts: expected a string or a list of strings", param="texts")
-    return checked
-
-
 class ModelPage(msgspec.Struct, frozen=True):
     models: tuple[ServerModel, ...]
     next: str | None = None
@@ -103,13 +86,24 @@ def _model(entry: dict[str, Any]) -> ServerModel:
     return ServerModel(_name(entry), next((size for size in sizes if isinstance(size, int)), None))
 
 
+def embed_texts(
+    planner: CallPlanner, texts: str | Sequence[str], model: str, dimensions: int | None
+) -> Steps[Embeddings]:
+    inputs = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else [texts]
+    if not all(isinstance(text, str) for text in inputs):
+        raise BadRequest("texts: expected a string or a list of strings", param="texts")
+    vectors, usage = yield from embed(planner, inputs, model, dimensions)
+    return Embeddings(tuple(tuple(vector.values) for vector in vectors), usage)
+
+
 def embed(
     planner: CallPlanner, inputs: Sequence[Input], model: str, dimensions: int | None = None
-) -> Steps[EmbeddingResult]:
+) -> Steps[tuple[tuple[Embedding, ...], Usage]]:
+    """Like `embed_texts`, for texts or tokens; the vectors are packed, as engines use them."""
     request = EmbeddingRequest(tuple(inputs), model or planner.model, dimensions, listed=True)
     call = planner.json_call("embeddings", embeddings.PATH, embeddings.encode(request))
     body = yield from planner.fetch("embeddings", [call])
-    return EmbeddingResult(*embeddings.decode_reply(body, len(inputs)))
+    return embeddings.decode_reply(body, len(inputs))
 
 
 def count_tokens(planner: CallPlanner, request: GenerationRequest) -> Steps[int]:

@@ -120,8 +120,7 @@ class Client:
         return run_steps(run_tool_loop(request, steps), perform)
 
     def embed(self, texts: str | Sequence[str], *, model: str = "", dimensions: int | None = None) -> Embeddings:
-        inputs = rest_calls.check_texts(texts)
-        return run_steps(rest_calls.embed(self._planner, inputs, model, dimensions), self._perform).as_floats()
+        return run_steps(rest_calls.embed_texts(self._planner, texts, model, dimensions), self._perform)
 
     def models(self) -> tuple[ServerModel, ...]:
         return run_steps(rest_calls.list_models(self._planner), self._perform)

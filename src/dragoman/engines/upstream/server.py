@@ -25,9 +25,9 @@ from dragoman.client.async_transport import AsyncTransport
 from dragoman.client.call import ClientCall
 from dragoman.client.http_transport import HttpTransport
 from dragoman.client.planner import CallPlanner, PlannedCall
-from dragoman.client.rest_calls import EmbeddingResult, ServerModel
+from dragoman.client.rest_calls import ServerModel
 from dragoman.core import loop_guard
-from dragoman.core.embeddings import Input
+from dragoman.core.embeddings import Embedding, Input
 from dragoman.core.errors import (
     ContextTooLong,
     DragomanError,
@@ -37,7 +37,7 @@ from dragoman.core.errors import (
     NotSupported,
     UnsupportedParameter,
 )
-from dragoman.core.events import Event, Finished, Listener, Started
+from dragoman.core.events import Event, Finished, Listener, Started, Usage
 from dragoman.core.features import SAMPLING_FEATURES, Feature
 from dragoman.core.request import GenerationRequest, Sampling, Thinking
 from dragoman.core.urls import find_secrets, redact_secrets, remove_credentials
@@ -222,7 +222,7 @@ class UpstreamServer:
             client_call.body.pop("stream_options", None)
         return Attempt(self.planner.build_call(protocol.name, client_call, stream=True), ignored)
 
-    async def embed(self, inputs: Sequence[Input], model: str) -> EmbeddingResult:
+    async def embed(self, inputs: Sequence[Input], model: str) -> tuple[tuple[Embedding, ...], Usage]:
         return await self._transport.run(rest_calls.embed(self.planner, inputs, model))
 
     async def count_tokens(self, request: GenerationRequest) -> int:
