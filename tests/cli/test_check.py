@@ -96,10 +96,6 @@ def test_error_of_flag_has_no_line(tmp_path: Path) -> None:
     assert refused(run(tmp_path, "serve", "--event-log", "none/e")) == "--event-log none/e: there is no folder none"
 
 
-def test_missing_configuration_file(tmp_path: Path) -> None:
-    assert "cannot read the configuration none.yaml" in refused(run(tmp_path, "check", "--config", "none.yaml"))
-
-
 def test_warnings_about_unused_settings(check: Check) -> None:
     first, second = check(
         "models:\n"

@@ -13,7 +13,6 @@ import httpx
 
 from dragoman.client import http_settings
 from dragoman.client.call import ClientCall
-from dragoman.client.decompression import Decompress, decompressor
 from dragoman.client.planner import FailedAttempt, PlannedCall, ReadBody, Step, Steps, run_steps_async
 from dragoman.core.errors import Unreachable
 from dragoman.core.events import Event, Listener, TextDelta
@@ -154,14 +153,14 @@ async def _push_chunks(chunks: AsyncIterator[bytes], receive: Callable[[bytes], 
 
 
 def _iter_chunks(response: httpx.Response) -> AsyncIterator[bytes]:
-    decompress = decompressor(response.headers)
+    decompress = http_settings.decompressor(response.headers)
     if decompress is not None:
         return _decompressed(response, decompress)
     # Without decompression each chunk can skip two layers of httpx.
     return aiter(response.stream) if isinstance(response.stream, AsyncIterable) else response.aiter_raw()
 
 
-async def _decompressed(response: httpx.Response, decompress: Decompress) -> AsyncIterator[bytes]:
+async def _decompressed(response: httpx.Response, decompress: http_settings.Decompress) -> AsyncIterator[bytes]:
     async for data in response.aiter_raw():
         for piece in decompress(data):
             yield piece

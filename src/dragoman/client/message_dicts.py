@@ -80,12 +80,10 @@ def _tool_call(value: object, path: str) -> ToolCall:
 def _make_call(call_id: object, name: object, arguments: object, path: str) -> ToolCall:
     if not isinstance(call_id, str) or not isinstance(name, str):
         raise _error(path, "a tool call needs an id and a name")
-    return ToolCall(call_id, name, arguments if isinstance(arguments, str) else _json(arguments, path))
-
-
-def _json(arguments: object, path: str) -> str:
+    if isinstance(arguments, str):
+        return ToolCall(call_id, name, arguments)
     try:
-        return msgspec.json.encode(arguments).decode()
+        return ToolCall(call_id, name, msgspec.json.encode(arguments).decode())
     except (TypeError, ValueError) as error:
         raise _error(path, f"the arguments cannot be encoded as JSON: {error}") from error
 

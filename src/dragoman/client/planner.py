@@ -14,7 +14,6 @@ import httpx
 import msgspec
 
 from dragoman.client.call import MAX_BODY_BYTES, ClientCall
-from dragoman.client.decompression import ACCEPT_ENCODING
 from dragoman.core.errors import (
     AnswerTimeout,
     BadAnswer,
@@ -36,6 +35,7 @@ from dragoman.protocols.registry import CLIENT_PROTOCOLS
 from dragoman.protocols.retry import ConnectionFailure, ErrorResponse, Retries
 
 ProtocolName = Literal["auto", "chat", "messages", "responses"]
+ACCEPT_ENCODING = "gzip, deflate"
 ACCEPT_STREAM = "text/event-stream, application/json"
 ANTHROPIC_VERSION = "2023-06-01"
 NO_ROUTE = (NotFound, MethodNotAllowed, NotSupported)

@@ -11,7 +11,6 @@ import httpx
 
 from dragoman.client import http_settings, rest_calls
 from dragoman.client.call import ReplyCollector
-from dragoman.client.decompression import decompressor
 from dragoman.client.options import ClientRequest, Messages, Options, build_request
 from dragoman.client.planner import (
     CallPlanner,
@@ -203,7 +202,7 @@ class Client:
 
 
 def _iter_chunks(response: httpx.Response) -> Iterator[bytes]:
-    decompress = decompressor(response.headers)
+    decompress = http_settings.decompressor(response.headers)
     raw = response.iter_raw()
     return raw if decompress is None else (chunk for data in raw for chunk in decompress(data))
 
