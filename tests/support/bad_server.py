@@ -55,7 +55,7 @@ class BadServer:
         """In lower case, one for each request."""
         self.connections = 0
         self.left = threading.Event()
-        """Set when a client disconnects while the server hangs."""
+        """Set when a client disconnects while the server hangs or writes."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -106,7 +106,9 @@ class BadServer:
         try:
             while await self._answered(reader, writer):
                 pass
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+        except ConnectionError:
+            self.left.set()
+        except (asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
             writer.close()
