@@ -53,9 +53,12 @@ class PlannedCall(msgspec.Struct, frozen=True):
     url: str
     headers: Mapping[str, str]
     body: bytes = b""
-    is_idempotent: bool = True
     client_call: ClientCall | None = None
     """Reads the response if it is a generated reply."""
+
+    @property
+    def is_idempotent(self) -> bool:
+        return self.client_call is None
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -152,11 +155,8 @@ class CallPlanner:
         """Return the protocols to try, in order."""
         if self.protocol is not None:
             return [self.protocol]
-        return (
-            sorted(CLIENT_PROTOCOLS, key=lambda name: name != "messages")
-            if self._is_anthropic
-            else list(CLIENT_PROTOCOLS)
-        )
+        names = list(CLIENT_PROTOCOLS)
+        return sorted(names, key=lambda name: name != "messages") if self._is_anthropic else names
 
     @property
     def _is_anthropic(self) -> bool:
@@ -166,15 +166,7 @@ class CallPlanner:
         """Build the HTTP request of a generation."""
         headers = self.headers(name) | ({"accept": ACCEPT_STREAM} if stream else {})
         body = encode_json(_adapt_body(self.address, client_call.body))
-        return PlannedCall(
-            name,
-            "POST",
-            self.address.api + client_call.path,
-            headers,
-            body,
-            is_idempotent=False,
-            client_call=client_call,
-        )
+        return PlannedCall(name, "POST", self.address.api + client_call.path, headers, body, client_call)
 
     def headers(self, protocol: str) -> dict[str, str]:
         return request_headers(self.address, self._key, protocol) | self._extra
