@@ -231,6 +231,11 @@ def row(
     return Row(name, [script, *then], made, attempts, arrived)
 
 
+def without_ids(parts: Sequence[Part]) -> list[Part]:
+    """Return the parts without the ids of tool calls, which the client may generate."""
+    return [ToolCall("", part.name, part.arguments) if isinstance(part, ToolCall) else part for part in parts]
+
+
 def retried(name: str, script: Script) -> Row:
     """The second attempt succeeds."""
     return row(name, script, SAID, HELLO, attempts=2)

@@ -31,9 +31,14 @@ def message(value: Dict, path: str) -> Message:
     if role not in get_args(Role):
         raise _error(path, f"role: expected one of {', '.join(get_args(Role))}, not {role!r:.100}")
     if role == "tool":
-        parts: tuple[Part, ...] = (_tool_result(value, path),)
+        call_id = value.get("tool_call_id")
+        if not isinstance(call_id, str):
+            raise _error(path, "a message with the role tool needs a tool_call_id")
+        parts: tuple[Part, ...] = (ToolResult(call_id, _result_content(value.get("content"), path)),)
     else:
-        parts = (*_reasoning(value), *_parts(value.get("content"), path), *_tool_calls(value, path))
+        text = value.get("reasoning_content")
+        reasoning = [Reasoning(text)] if isinstance(text, str) and text else []
+        parts = (*reasoning, *_parts(value.get("content"), path), *_tool_calls(value, path))
     if not parts and value.get("content") is None:
         raise _error(path, "a message needs content (text or parts) or tool_calls")
     return Message(role, parts, _string(value, "name", path, None))
@@ -49,18 +54,6 @@ def tool(value: Dict, path: str) -> Tool:
     if not isinstance(schema, Mapping | None):
         raise _error(path, "the parameters must be a JSON schema")
     return Tool(name, _string(entry, "description", path, "") or "", schema, strict=entry.get("strict") is True)
-
-
-def _reasoning(value: Dict) -> list[Part]:
-    text = value.get("reasoning_content")
-    return [Reasoning(text)] if isinstance(text, str) and text else []
-
-
-def _tool_result(value: Dict, path: str) -> ToolResult:
-    call_id = value.get("tool_call_id")
-    if not isinstance(call_id, str):
-        raise _error(path, "a message with the role tool needs a tool_call_id")
-    return ToolResult(call_id, _result_content(value.get("content"), path))
 
 
 def _tool_calls(value: Dict, path: str) -> list[Part]:
