@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ import httpx
 from tools.ports import free_port
 
 START_SECONDS = 120.0
-STOP_SECONDS = 60.0
+STOP_SECONDS = 100.0
 FRONT_END_MODULE = b"dragoman.server.frontends.process"
 WORKER_MODULE = b"dragoman.ipc.worker_main"
 
@@ -53,11 +53,11 @@ class Server:
         return process_tree(self.process.pid)
 
     def front_ends(self) -> list[int]:
-        return [pid for pid in self.processes() if FRONT_END_MODULE in command_line(pid)]
+        return sorted(pid for pid in self.processes() if FRONT_END_MODULE in command_of(pid))
 
     def workers(self) -> list[int]:
         """The processes in which engines run."""
-        return [pid for pid in self.processes() if WORKER_MODULE in command_line(pid)]
+        return sorted(pid for pid in self.processes() if WORKER_MODULE in command_of(pid))
 
     def usage(self) -> Usage:
         """The sum for all its processes."""
@@ -68,13 +68,13 @@ class Server:
         """CPU time that its present processes have used so far, together."""
         return sum(cpu_seconds_of(pid) for pid in self.processes())
 
-    def wait_until_ready(self, seconds: float = START_SECONDS) -> None:
+    def wait_until_ready(self, connect: Callable[[int], httpx.Client], logged: str) -> None:
         """Raise RuntimeError, with the log, if the server exits or does not become ready."""
-        deadline = time.monotonic() + seconds
-        with httpx.Client(base_url=self.url, trust_env=False, timeout=5) as client:
+        deadline = time.monotonic() + START_SECONDS
+        with connect(self.port) as client:
             while time.monotonic() < deadline and self.is_alive:
                 try:
-                    if client.get("/ready").status_code == 200:
+                    if client.get("/ready").status_code == 200 and logged in self.log.read_text(errors="replace"):
                         return
                 except httpx.TransportError:
                     pass
@@ -88,20 +88,33 @@ class Server:
         return self.process.wait(seconds)
 
 
+def plain_client(port: int) -> httpx.Client:
+    return httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=5)
+
+
 @contextmanager
 def run_server(
-    folder: Path, config: Mapping[str, Any], *flags: str, env: Mapping[str, str] | None = None
+    folder: Path,
+    config: Mapping[str, Any],
+    *flags: str,
+    env: Mapping[str, str] | None = None,
+    connect: Callable[[int], httpx.Client] = plain_client,
+    logged: str = "",
 ) -> Iterator[Server]:
-    """A server with this configuration, ready, until the end of the block."""
+    """A server with this configuration, ready, until the end of the block.
+
+    It is ready when `/ready` says so and its log contains `logged`.
+    """
     port = free_port()
     file, log = folder / "dragoman.json", folder / "server.log"
+    # Models that the developer has pulled are not used.
     file.write_text(json.dumps({"models_dir": []} | dict(config)))
     command = [sys.executable, "-m", "dragoman", "serve", "--config", str(file), "--port", str(port), *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | dict(env or {}))
     server = Server(process, port, log)
     try:
-        server.wait_until_ready()
+        server.wait_until_ready(connect, logged)
         yield server
     finally:
         remaining = server.processes()
@@ -121,7 +134,7 @@ def kill(pid: int, signal_number: signal.Signals) -> bool:
     return True
 
 
-def command_line(pid: int) -> bytes:
+def command_of(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -130,7 +143,7 @@ def command_line(pid: int) -> bytes:
 
 def is_server_process(pid: int) -> bool:
     """Whether a process that was a part of a server still runs. A zombie has no command line."""
-    return b"dragoman" in command_line(pid)
+    return b"dragoman" in command_of(pid)
 
 
 def process_tree(pid: int) -> list[int]:

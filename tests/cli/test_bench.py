@@ -85,39 +85,29 @@ def test_errors_are_counted_by_message(tmp_path: Path, server: Running) -> None:
     assert "\nerror at 6, 4 times: 503 " in done.stdout
 
 
-def test_ctrl_c_prints_finished_levels(tmp_path: Path, server: Running) -> None:
+def interrupt(folder: Path, server: Running, line: str, *arguments: str) -> tuple[str, str]:
+    """Press Ctrl-C after this line of progress, and return what is printed after it."""
     command = [sys.executable, "-m", "dragoman", "bench", "--url", server.url, "--api-key", "secret", "--model", "slow"]
-    process = subprocess.Popen(
-        [*command, "--concurrency", "2,1", "--requests", "2", "--prompt", "100", "--output", "20"],
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "1 at once" in line:
-            break
-    process.send_signal(signal.SIGINT)
-    output, rest = process.communicate(timeout=60)
-    assert (process.returncode, rest) == (130, "")
-    assert output.splitlines()[2].split()[:3] == ["2", "2", "0"]
+    environ, pipe = environment(folder), subprocess.PIPE
+    with subprocess.Popen([*command, *arguments], env=environ, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stderr is not None
+        while process.stderr.readline() != f"{line}\n":
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        output, rest = process.communicate(timeout=60)
+    assert process.returncode == 130
+    return output, rest
+
+
+def test_ctrl_c_prints_finished_levels(tmp_path: Path, server: Running) -> None:
+    plan = ("--concurrency", "2,1", "--requests", "2", "--prompt", "100", "--output", "20")
+    output, rest = interrupt(tmp_path, server, "2 requests, 1 at once", *plan)
+    assert (rest, output.splitlines()[2].split()[:3]) == ("", ["2", "2", "0"])
 
 
 def test_ctrl_c_during_warm_up(tmp_path: Path, server: Running) -> None:
-    command = [sys.executable, "-m", "dragoman", "bench", "--url", server.url, "--api-key", "secret", "--model", "slow"]
-    process = subprocess.Popen(
-        [*command, "--output", "300"],
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    assert process.stderr.readline() == "warming up slow\n"
-    process.send_signal(signal.SIGINT)
-    output, rest = process.communicate(timeout=60)
-    assert (process.returncode, output, rest) == (130, "", "stopped before anything was measured\n")
+    printed = interrupt(tmp_path, server, "warming up slow", "--output", "300")
+    assert printed == ("", "stopped before anything was measured\n")
 
 
 def test_model_with_small_context(tmp_path: Path, server: Running) -> None:

@@ -167,14 +167,8 @@ def test_interactive_chat(tmp_path: Path, server: Running) -> None:
     history = (tmp_path / "home" / "chat_history").read_text()
     assert "the weather?" in history
     saved = json.loads((tmp_path / "talk.json").read_text())
-    assert [message["role"] for message in saved["messages"]] == [
-        "user",
-        "assistant",
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
+    roles = [message["role"] for message in saved["messages"]]
+    assert roles == ["user", "assistant", "user", "assistant", "tool", "assistant"]
 
 
 def test_ctrl_c_stops_an_answer(tmp_path: Path, server: Running) -> None:

@@ -65,43 +65,44 @@ def test_adapters_are_listed_beside_their_model(folder: Path) -> None:
     assert rows["mine-legal"] == rows["mine"] | {"name": "mine-legal"}
 
 
-def test_model_directory(folder: Path) -> None:
+def test_models_of_a_configuration(folder: Path) -> None:
+    (folder / "v.gguf").write_bytes(
+        gguf(pair("general.architecture", 8, text("bert")), pair("bert.attention.causal", 7, b"\0"))
+    )
     (folder / "qwen").mkdir()
     (folder / "qwen/config.json").write_text('{"max_position_embeddings": 40960}')
     (folder / "qwen/chat_template.jinja").write_text("{{ messages }}<tool_call>{{ tools }}")
-    (folder / "dragoman.yaml").write_text(
-        "models: {q: {engine: vllm, source: ./qwen}, none: {engine: vllm, source: ./no},"
-        " hub: {engine: vllm, source: a/b}}"
-    )
-    rows = listed(folder)
-    assert (rows["q"]["engine"], rows["q"]["format"], rows["q"]["context"]) == ("vllm", "hermes", 40960)
-    assert {name: row["state"] for name, row in rows.items()} == {"q": "here", "none": "missing", "hub": "here"}
-
-
-def test_models_of_a_configuration(folder: Path) -> None:
+    (folder / "my_module.py").write_text("from dragoman import Engine\n\n\nclass Shout(Engine):\n    pass\n")
     (folder / "team.yaml").write_text(
         "models:\n"
         "  mine: ./m.gguf\n"
-        "  short: {path: ./m.gguf, context: 512}\n"
+        "  short: {path: ./m.gguf, context: 512, layout: as-is}\n"
+        "  set: {path: ./m.gguf, format: plain}\n"
+        "  vectors: ./v.gguf\n"
         "  gone: ./gone.gguf\n"
         "  broken: ./bad.gguf\n"
         "  rehearsal: {engine: scripted, context: 99}\n"
         "  own: {engine: 'my_module:Shout'}\n"
-    )
-    (folder / "my_module.py").write_text(
-        "from dragoman.core.engine import Engine\n\n\nclass Shout(Engine):\n    pass\n"
+        "  q: {engine: vllm, source: ./qwen}\n"
+        "  none: {engine: vllm, source: ./no}\n"
+        "  hub: {engine: vllm, source: a/b}\n"
     )
     rows = listed(folder, "--config", "team.yaml")
-    assert [(row["engine"], row["context"], row["state"]) for row in rows.values()] == [
-        ("llama", 2048, "here"),
-        ("llama", 512, "here"),
-        ("llama", None, "missing"),
-        ("llama", None, "unreadable"),
-        ("scripted", 99, "here"),
-        ("my_module:Shout", None, "here"),
+    assert [(row["engine"], row["format"], row["context"], row["state"]) for row in rows.values()] == [
+        ("llama", "hermes", 2048, "here"),
+        ("llama", "hermes", 512, "here"),
+        ("llama", "plain", 2048, "here"),
+        ("llama", None, None, "here"),
+        ("llama", "auto", None, "missing"),
+        ("llama", "auto", None, "unreadable"),
+        ("scripted", "plain", 99, "here"),
+        ("my_module:Shout", None, None, "here"),
+        ("vllm", "hermes", 40960, "here"),
+        ("vllm", "auto", None, "missing"),
+        ("vllm", "auto", None, "here"),
     ]
     assert rows["mine"]["source"] == "m.gguf"
-    assert rows["own"]["format"] is None
+    assert {row["layout"] for row in rows.values()} == {None}
 
 
 def test_models_in_models_dir(folder: Path) -> None:
@@ -112,26 +113,6 @@ def test_models_in_models_dir(folder: Path) -> None:
     assert rows["other"] | {"name": "mine", "source": rows["mine"]["source"]} == rows["mine"]
     (folder / "dragoman.yaml").write_text("models_dir: .")
     assert list(listed(folder)) == ["m", "other"]
-
-
-def test_embedding_model_has_no_format(folder: Path) -> None:
-    pairs = [pair("general.architecture", 8, text("bert")), pair("bert.attention.causal", 7, b"\0")]
-    (folder / "v.gguf").write_bytes(gguf(*pairs))
-    (folder / "dragoman.yaml").write_text("models: {vectors: ./v.gguf}\n")
-    row = listed(folder)["vectors"]
-    assert (row["format"], row["state"]) == (None, "here")
-
-
-def test_format_from_template_or_configuration(folder: Path) -> None:
-    (folder / "dragoman.yaml").write_text("models: {mine: ./m.gguf, set: {path: ./m.gguf, format: plain}}\n")
-    rows = listed(folder)
-    assert rows["mine"]["format"] == "hermes"
-    assert rows["set"]["format"] == "plain"
-
-
-def test_no_layout_before_one_is_recorded(folder: Path) -> None:
-    (folder / "dragoman.yaml").write_text("models: {mine: ./m.gguf, set: {path: ./m.gguf, layout: as-is}}\n")
-    assert [row["layout"] for row in listed(folder).values()] == [None, None]
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])

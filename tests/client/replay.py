@@ -21,18 +21,10 @@ def sequential_ids() -> Callable[[], str]:
     return lambda: f"made_{next(numbers)}"
 
 
-def replay(
-    protocol: str,
-    pieces: Sequence[bytes],
-    *,
-    status: int = 200,
-    headers: dict[str, str] | None = None,
-    check_calls: bool = True,
-) -> list[Event]:
+def replay(protocol: str, pieces: Sequence[bytes], *, check_calls: bool = True) -> list[Event]:
     client_call = ClientCall(
         CLIENT_PROTOCOLS[protocol], REQUEST, stream=True, check_calls=check_calls, make_id=sequential_ids()
     )
-    client_call.head(status, headers or {})
     events = [event for piece in pieces for event in client_call.feed(piece)]
     for last in client_call.end():
         events += last
@@ -47,7 +39,7 @@ def outcome(protocol: str, pieces: Sequence[bytes]) -> object:
         return type(error), error.message
 
 
-def outcome_for_any_split(protocol: str, data: bytes) -> object:
+def outcome_for_any_split(protocol: str, data: bytes) -> Any:
     """Check that the outcome does not depend on how the bytes are split, and return it."""
     whole = outcome(protocol, [data])
     assert outcome(protocol, [bytes([byte]) for byte in data]) == whole
@@ -65,10 +57,25 @@ def collect(events: Sequence[Event]) -> Choice:
     return builder.reply().choices[0]
 
 
-def parts(protocol: str, data: bytes) -> tuple[Part, ...]:
+def read_choice(protocol: str, data: bytes) -> Choice:
     choice = outcome_for_any_split(protocol, data)
     assert isinstance(choice, Choice), choice
-    return choice.parts
+    return choice
+
+
+def read_error(protocol: str, data: bytes) -> type[DragomanError]:
+    """Return the class of the error."""
+    kind, _ = outcome_for_any_split(protocol, data)
+    return kind  # type: ignore[no-any-return]
+
+
+def parts(protocol: str, data: bytes) -> tuple[Part, ...]:
+    return read_choice(protocol, data).parts
+
+
+def events(*payloads: dict[str, Any]) -> bytes:
+    """A stream of named events."""
+    return "".join(f"event: {payload['type']}\ndata: {json.dumps(payload)}\n\n" for payload in payloads).encode()
 
 
 def frames(*payloads: Any) -> bytes:

@@ -62,6 +62,11 @@ def test_invalid_messages(messages: Any) -> None:
         client.complete(messages)
 
 
+def test_unknown_option() -> None:
+    with Client(NOWHERE) as client, pytest.raises(TypeError, match="temprature"):
+        client.complete("hello", temprature=1)  # type: ignore[call-arg]
+
+
 def test_lone_surrogate() -> None:
     with Client(NOWHERE) as client:
         for ask in (client.complete, client.embed, client.count_tokens):

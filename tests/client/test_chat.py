@@ -7,9 +7,8 @@ import pytest
 
 from dragoman.core.errors import BadAnswer, ContextTooLong, MalformedToolCall, ServerFailed, StreamCutOff
 from dragoman.core.events import Usage
-from dragoman.core.reply import Choice
 from dragoman.core.request import Part, Reasoning, Text, ToolCall
-from tests.client.replay import calls_delta, delta, end_chunk, frames, outcome_for_any_split, parts, piece, replay
+from tests.client.replay import calls_delta, delta, end_chunk, frames, parts, piece, read_choice, read_error, replay
 
 A = ToolCall("a", "f", '{"x": 1}')
 B = ToolCall("b", "g", '{"y": 2}')
@@ -95,14 +94,9 @@ STREAMS: dict[str, tuple[list[Any], tuple[Part, ...]]] = {
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_streams(name: str) -> None:
+def test_streams_with_and_without_done_marker(name: str) -> None:
     payloads, expected = STREAMS[name]
     assert parts("chat", frames(*payloads, end_chunk(), "[DONE]")) == expected
-
-
-@pytest.mark.parametrize("name", STREAMS)
-def test_streams_without_done_marker(name: str) -> None:
-    payloads, expected = STREAMS[name]
     assert parts("chat", frames(*payloads, end_chunk()).rstrip()) == expected
 
 
@@ -124,8 +118,7 @@ def test_json_body_instead_of_a_stream(message: dict[str, Any], expected: tuple[
 
 def test_ollama_reply() -> None:
     body = {"message": {"content": "Hello"}, "done": True, "done_reason": "length", "eval_count": 3}
-    choice = outcome_for_any_split("chat", json.dumps(body).encode())
-    assert isinstance(choice, Choice)
+    choice = read_choice("chat", json.dumps(body).encode())
     assert (choice.text, choice.reason, choice.usage.completion) == ("Hello", "length", 3)
 
 
@@ -143,22 +136,17 @@ def test_ollama_reply() -> None:
     ],
 )
 def test_finish_reasons(word: str, reason: str) -> None:
-    choice = outcome_for_any_split("chat", frames(delta(content="a"), end_chunk(word)))
-    assert isinstance(choice, Choice)
-    assert choice.reason == reason
+    assert read_choice("chat", frames(delta(content="a"), end_chunk(word))).reason == reason
 
 
 def test_reply_with_calls_has_finish_reason_tool_calls() -> None:
-    choice = outcome_for_any_split("chat", frames(calls_delta(piece("{}", "f", id="a")), end_chunk("stop")))
-    assert isinstance(choice, Choice)
-    assert choice.reason == "tool_calls"
+    data = frames(calls_delta(piece("{}", "f", id="a")), end_chunk("stop"))
+    assert read_choice("chat", data).reason == "tool_calls"
 
 
 def test_vllm_stop_reason_is_the_stop_string() -> None:
     last = {"choices": [{"delta": {}, "finish_reason": "stop", "stop_reason": "END"}]}
-    choice = outcome_for_any_split("chat", frames(delta(content="a"), last))
-    assert isinstance(choice, Choice)
-    assert choice.stop == "END"
+    assert read_choice("chat", frames(delta(content="a"), last)).stop == "END"
 
 
 @pytest.mark.parametrize(
@@ -174,8 +162,7 @@ def test_vllm_stop_reason_is_the_stop_string() -> None:
     ],
 )
 def test_usage_field_names(last: list[Any]) -> None:
-    choice = outcome_for_any_split("chat", frames(delta(content="a"), *last, "[DONE]"))
-    assert isinstance(choice, Choice)
+    choice = read_choice("chat", frames(delta(content="a"), *last, "[DONE]"))
     assert (choice.usage.prompt, choice.usage.completion) == (5, 7)
 
 
@@ -186,9 +173,7 @@ def test_usage_details() -> None:
         "prompt_tokens_details": {"cached_tokens": 4},
         "completion_tokens_details": {"reasoning_tokens": 3},
     }
-    choice = outcome_for_any_split("chat", frames(end_chunk(usage=usage)))
-    assert isinstance(choice, Choice)
-    assert choice.usage == Usage(9, 8, 4, 3)
+    assert read_choice("chat", frames(end_chunk(usage=usage))).usage == Usage(9, 8, 4, 3)
 
 
 HALF = frames(delta(content="Hel"))
@@ -220,9 +205,7 @@ HALF = frames(delta(content="Hel"))
     ],
 )
 def test_invalid_reply(data: bytes, kind: type[Exception]) -> None:
-    found = outcome_for_any_split("chat", data)
-    assert isinstance(found, tuple)
-    assert found[0] is kind
+    assert read_error("chat", data) is kind
 
 
 @pytest.mark.parametrize(
@@ -239,6 +222,5 @@ def test_malformed_arguments_raise(arguments: str, raw: str) -> None:
 
 def test_truncated_arguments_are_kept() -> None:
     data = frames(calls_delta(piece('{"x": ', "f", index=0, id="a")), end_chunk("length"))
-    choice = outcome_for_any_split("chat", data)
-    assert isinstance(choice, Choice)
+    choice = read_choice("chat", data)
     assert (choice.reason, choice.tool_calls[0].arguments) == ("length", '{"x": ')

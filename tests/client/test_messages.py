@@ -7,15 +7,10 @@ import pytest
 
 from dragoman.core.errors import BadAnswer, MalformedToolCall, QueueFull, StreamCutOff
 from dragoman.core.events import Usage
-from dragoman.core.reply import Choice
 from dragoman.core.request import Part, Reasoning, Text, ToolCall
-from tests.client.replay import outcome_for_any_split, parts
+from tests.client.replay import events, parts, read_choice, read_error
 
 USED = {"input_tokens": 3, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 2, "output_tokens": 1}
-
-
-def named(*payloads: dict[str, Any]) -> bytes:
-    return "".join(f"event: {payload['type']}\ndata: {json.dumps(payload)}\n\n" for payload in payloads).encode()
 
 
 def block(index: int, start: dict[str, Any], *deltas: dict[str, Any]) -> list[dict[str, Any]]:
@@ -78,8 +73,8 @@ STREAMS: dict[str, tuple[list[dict[str, Any]], tuple[Part, ...]]] = {
 def test_streams(name: str) -> None:
     payloads, expected = STREAMS[name]
     reason = "max_tokens" if name == "calls" else "end_turn"
-    assert parts("messages", named(BEGIN, *payloads, ended(reason), STOP)) == expected
-    assert parts("messages", named(BEGIN, *payloads, ended(reason)).rstrip()) == expected
+    assert parts("messages", events(BEGIN, *payloads, ended(reason), STOP)) == expected
+    assert parts("messages", events(BEGIN, *payloads, ended(reason)).rstrip()) == expected
 
 
 @pytest.mark.parametrize(
@@ -94,8 +89,7 @@ def test_streams(name: str) -> None:
     ],
 )
 def test_finish_reasons_and_usage(reason: str, stop: str | None, expected: str) -> None:
-    choice = outcome_for_any_split("messages", named(BEGIN, *TEXT, ended(reason, stop), STOP))
-    assert isinstance(choice, Choice)
+    choice = read_choice("messages", events(BEGIN, *TEXT, ended(reason, stop), STOP))
     assert (choice.reason, choice.stop, choice.usage) == (expected, stop, Usage(9, 9, 4, kept=2))
 
 
@@ -106,8 +100,7 @@ def test_json_body_instead_of_a_stream() -> None:
         USE | {"input": {"x": 1}},
     ]
     body = {"type": "message", "content": content, "stop_reason": "tool_use", "usage": USED}
-    choice = outcome_for_any_split("messages", json.dumps(body).encode())
-    assert isinstance(choice, Choice)
+    choice = read_choice("messages", json.dumps(body).encode())
     assert choice.parts == (Reasoning("Hmm", "s"), Text("Hello"), ToolCall("a", "f", '{"x":1}'))
     assert (choice.reason, choice.usage) == ("tool_calls", Usage(9, 1, 4, kept=2))
 
@@ -115,27 +108,25 @@ def test_json_body_instead_of_a_stream() -> None:
 @pytest.mark.parametrize(
     ("data", "kind"),
     [
-        (named(BEGIN, *TEXT), StreamCutOff),
-        (named(BEGIN, *TEXT, STOP), StreamCutOff),
+        (events(BEGIN, *TEXT), StreamCutOff),
+        (events(BEGIN, *TEXT, STOP), StreamCutOff),
         (
-            named(BEGIN, *TEXT, {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}),
+            events(BEGIN, *TEXT, {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}),
             QueueFull,
         ),
         (
-            named(BEGIN, *block(0, USE, {"type": "input_json_delta", "partial_json": "{"}), ended(), STOP),
+            events(BEGIN, *block(0, USE, {"type": "input_json_delta", "partial_json": "{"}), ended(), STOP),
             MalformedToolCall,
         ),
         (b'{"type": "message"}', BadAnswer),
     ],
 )
 def test_invalid_reply(data: bytes, kind: type[Exception]) -> None:
-    found = outcome_for_any_split("messages", data)
-    assert isinstance(found, tuple)
-    assert found[0] is kind
+    assert read_error("messages", data) is kind
 
 
 @pytest.mark.parametrize("odd", [{"a": 1}, [1], 1.5])
 def test_block_whose_index_is_not_a_number_is_read(odd: Any) -> None:
     blocks = block(odd, {"type": "text", "text": ""}, {"type": "text_delta", "text": "Hello"})
-    data = named(BEGIN, *blocks, ended(), STOP)
+    data = events(BEGIN, *blocks, ended(), STOP)
     assert parts("messages", data) == (Text("Hello"),)

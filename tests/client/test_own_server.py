@@ -5,7 +5,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,15 +34,11 @@ def hermes(name: str, **arguments: Any) -> str:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    paris, rome = hermes("weather", city="Paris"), hermes("weather", city="Rome")
     replies = [
         {"match": "^(sunny|rain)", "output": "Sunny, then rain."},
         {"match": "^error", "output": "I am sorry."},
-        {
-            "match": "weather",
-            "output": "<think>I had better ask.</think>Let me see."
-            + hermes("weather", city="Paris")
-            + hermes("weather", city="Rome"),
-        },
+        {"match": "weather", "output": f"<think>I had better ask.</think>Let me see.{paris}{rome}"},
         {"match": "unknown", "output": hermes("nothing")},
         {"match": "wrong", "output": hermes("weather", town="Paris")},
         {"match": "for ever", "output": hermes("again")},
@@ -258,18 +253,9 @@ def test_closing_a_stream_frees_the_model(server: Running) -> None:
         with client.stream("hello") as events:
             next(events)
         deadline = time.monotonic() + 60
-        while not any(record.get("model") == "slow" for record in records(server.event_log)):
+        while not any(record.get("model") == "slow" for record in server.events()):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-
-
-def records(log: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in log.read_text().splitlines()]
-
-
-def test_unknown_option(server: Running) -> None:
-    with Client(server.url) as client, pytest.raises(TypeError, match="temprature"):
-        client.complete("hello", temprature=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

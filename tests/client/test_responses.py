@@ -7,15 +7,10 @@ import pytest
 
 from dragoman.core.errors import BadAnswer, DragomanError, RateLimited, ServerFailed, StreamCutOff
 from dragoman.core.events import Usage
-from dragoman.core.reply import Choice
 from dragoman.core.request import Part, Reasoning, Text, ToolCall
-from tests.client.replay import outcome_for_any_split, parts
+from tests.client.replay import events, parts, read_choice, read_error
 
 USED = {"input_tokens": 9, "output_tokens": 8, "output_tokens_details": {"reasoning_tokens": 3}}
-
-
-def events(*payloads: dict[str, Any]) -> bytes:
-    return "".join(f"event: {payload['type']}\ndata: {json.dumps(payload)}\n\n" for payload in payloads).encode()
 
 
 def of(kind: str, **fields: Any) -> dict[str, Any]:
@@ -134,10 +129,9 @@ def test_streams(name: str) -> None:
     ],
 )
 def test_finish_reasons_and_usage(fields: dict[str, Any], reason: str) -> None:
-    streamed = outcome_for_any_split("responses", events(completed(MESSAGE, **fields)))
-    whole = outcome_for_any_split("responses", json.dumps(completed(MESSAGE, **fields)["response"]).encode())
-    for choice in (streamed, whole):
-        assert isinstance(choice, Choice)
+    end = completed(MESSAGE, **fields)
+    for data in (events(end), json.dumps(end["response"]).encode()):
+        choice = read_choice("responses", data)
         assert (choice.text, choice.reason, choice.usage) == ("Hello", reason, Usage(9, 8, 0, 3))
 
 
@@ -161,9 +155,7 @@ DELTA = of("output_text.delta", output_index=0, delta="Hel")
     ],
 )
 def test_invalid_reply(data: bytes, kind: type[DragomanError]) -> None:
-    found = outcome_for_any_split("responses", data)
-    assert isinstance(found, tuple)
-    assert found[0] is kind
+    assert read_error("responses", data) is kind
 
 
 @pytest.mark.parametrize("odd", [{"a": 1}, [1], 1.5, True, None])

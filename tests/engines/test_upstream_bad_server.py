@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from dragoman.core import errors
-from dragoman.core.request import Reasoning, Text, ToolCall
+from dragoman.core.request import Part, Reasoning, Text, ToolCall
 from tests.engines.upstream_app import ask, ask_all_async, upstream_app
-from tests.support.bad_server import CHAT, LAST, ROWS, BadServer, Row, chunk, head, zipped
+from tests.support.bad_server import CHAT, LAST, ROWS, BadServer, Row, chunk, head, without_ids, zipped
 
 STATUS: dict[type[errors.DragomanError], int] = {
     **dict.fromkeys((errors.StreamCutOff, errors.BadAnswer, errors.ServerFailed, errors.Unreachable), 502),
@@ -39,11 +39,7 @@ def parts_of(message: dict[str, object]) -> list[object]:
     return [*found, *(ToolCall("", call["function"]["name"], call["function"]["arguments"]) for call in calls)]
 
 
-def without_ids(parts: tuple[object, ...]) -> list[object]:
-    return [ToolCall("", part.name, part.arguments) if isinstance(part, ToolCall) else part for part in parts]
-
-
-def first_attempt(row: Row) -> tuple[int, tuple[object, ...]]:
+def first_attempt(row: Row) -> tuple[int, tuple[Part, ...]]:
     """The expected result of the first script: the engine does not retry on the same server."""
     if row.made is errors.MalformedToolCall:
         return 200, row.arrived

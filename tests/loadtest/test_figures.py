@@ -1,27 +1,6 @@
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dragoman.loadtest.figures import Sample, SampleUsage, percentile, summarize
-
-NUMBERS = st.lists(st.floats(0, 1e6), min_size=1, max_size=50)
-
-
-@pytest.mark.parametrize(
-    ("percent", "expected"), [(0, 1.0), (25, 2.0), (50, 3.0), (90, 4.6), (95, 4.8), (99, 4.96), (100, 5.0)]
-)
-def test_percentiles_of_known_data(percent: float, expected: float) -> None:
-    assert percentile([5.0, 3.0, 1.0, 2.0, 4.0], percent) == pytest.approx(expected)
-
-
-def test_percentile_without_values() -> None:
-    assert percentile([], 50) is None
-
-
-@given(NUMBERS, st.floats(0, 100))
-def test_percentiles_match_numpy(values: list[float], percent: float) -> None:
-    assert percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)), abs=1e-6)
+from dragoman.loadtest.figures import Sample, SampleUsage, summarize
 
 
 def test_level_counts_tokens_from_usage_and_errors_by_message() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dragoman.core.errors import ConfigError
 from dragoman.loadtest.figures import Sample, SampleUsage
 from dragoman.loadtest.target import StreamParser, Target, read_error
+from tests.support.bad_server import SILENCE, BadServer, Script, head, refused, whole
 
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
 HI = b'data: {"choices":[{"index":0,"delta":{"content":"hi"},"finish_reason":null}],"usage":null}\n\n'
@@ -23,7 +24,6 @@ STREAM = b": keep-alive\n\n" + ROLE + THOUGHT + HI + HI + END + COUNTS + b"data:
 FAILURE = b'data: {"error": {"message": "the engine\\n died", "type": "server_error"}}\n\n'
 
 T = TypeVar("T")
-Answer = Callable[[bytes, int, asyncio.StreamWriter], Awaitable[None]]
 
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
@@ -73,61 +73,49 @@ def test_message_of_an_error_body(body: bytes, message: str) -> None:
     assert read_error(body) == message
 
 
-def reply(body: bytes, status: str = "200 OK") -> bytes:
-    return b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status.encode(), len(body), body)
+def run_target(action: Callable[[Target], Awaitable[T]], *scripts: Script) -> T:
+    """Run the action against a server that plays these scripts."""
+    with BadServer() as server:
+        server.play(*scripts)
 
-
-def run_target(answer: Answer, action: Callable[[Target], Awaitable[T]], silence_seconds: float = 60) -> T:
-    """Run the action against a server. `answer` gets the body and the number of each request."""
-
-    async def scenario() -> T:
-        requests = 0
-
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal requests
+        async def scenario() -> T:
+            target = Target(server.url, None, "m", server.silence)
             try:
-                while head := await reader.readuntil(b"\r\n\r\n"):
-                    size = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
-                    body = await reader.readexactly(int(size or 0))
-                    requests += 1
-                    await answer(body, requests, writer)
-            except (asyncio.IncompleteReadError, ConnectionError):
-                pass
+                return await action(target)
             finally:
-                writer.close()
+                await target.transport.aclose()
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        target = Target(f"http://127.0.0.1:{port}", None, "m", silence_seconds)
-        try:
-            return await action(target)
-        finally:
-            await target.transport.aclose()
-            server.close()
-            await asyncio.sleep(0.01)
+        return asyncio.run(scenario())
 
-    return asyncio.run(scenario())
+
+async def send(target: Target) -> Sample:
+    return await target.send("x", 3)
+
+
+async def send_twice(target: Target) -> list[Sample]:
+    return [await send(target), await send(target)]
+
+
+VALID = [whole(STREAM)]
 
 
 def test_valid_reply() -> None:
-    async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
-        writer.write(reply(STREAM))
-
-    sample = run_target(answer, lambda target: target.send("x", 3))
+    sample = run_target(send, VALID)
     assert (sample.error, sample.status, sample.usage) == (None, 200, SampleUsage(7, 3, 4))
     assert len(sample.arrivals) == 3
     assert 0 < sample.arrivals[0] <= sample.seconds
 
 
-def test_reply_that_ends_with_the_connection() -> None:
-    async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + STREAM)
-        writer.close()
-
-    async def twice(target: Target) -> list[Sample]:
-        return [await target.send("x", 3), await target.send("x", 3)]
-
-    assert [sample.error for sample in run_target(answer, twice)] == [None, None]
+@pytest.mark.parametrize(
+    "scripts",
+    [
+        ([head(connection="close") + STREAM, "close"],),
+        (VALID, ["close"], VALID),
+    ],
+    ids=["reply ends with the connection", "stale connection"],
+)
+def test_connection_is_reopened(scripts: Sequence[Script]) -> None:
+    assert [sample.error for sample in run_target(send_twice, *scripts)] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -135,60 +123,28 @@ def test_reply_that_ends_with_the_connection() -> None:
     [
         (b"", "the connection was closed before the response was complete"),
         (b"SSH-2.0-OpenSSH\r\n", "malformed HTTP response"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n" + ROLE + HI, "the connection was closed before"),
-        (reply(b'{"error":{"message":"full"}}', "503 Busy"), "503 full"),
+        (head(content_length="9999") + ROLE + HI, "the connection was closed before"),
+        (whole(b'{"error":{"message":"full"}}', "503 Busy"), "503 full"),
     ],
 )
 def test_invalid_replies(sent: bytes, message: str) -> None:
-    async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
-        writer.write(sent)
-        writer.close()
-
-    sample = run_target(answer, lambda target: target.send("x", 3))
-    assert (sample.error or "").startswith(message)
+    assert (run_target(send, [sent, "close"]).error or "").startswith(message)
 
 
 def test_silence_times_out() -> None:
-    async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n" + ROLE)
-
-    sample = run_target(answer, lambda target: target.send("x", 3), silence_seconds=0.2)
-    assert sample.error == "no data for 0.2 s"
-    assert 0.2 <= sample.seconds < 2
-
-
-def test_stale_connection_is_reopened() -> None:
-    async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
-        if at != 2:
-            writer.write(reply(STREAM))
-        else:
-            writer.close()
-
-    async def twice(target: Target) -> list[Sample]:
-        return [await target.send("x", 3), await target.send("x", 3)]
-
-    assert [sample.error for sample in run_target(answer, twice)] == [None, None]
+    sample = run_target(send, [head(content_length="9999") + ROLE, "hang"])
+    assert sample.error == f"no data for {SILENCE} s"
+    assert SILENCE <= sample.seconds < 10 * SILENCE
 
 
 def test_rejected_fields_are_omitted() -> None:
-    sent: list[bytes] = []
-
-    async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
-        sent.append(body)
-        rejected = next((name for name in ("min_tokens", "ignore_eos") if name.encode() in body), None)
-        refusal = reply(b'{"error":{"message":"unknown field %b"}}' % (rejected or "").encode(), "400 Bad Request")
-        writer.write(reply(STREAM) if rejected is None else refusal)
-
     async def count_tokens(target: Target) -> tuple[int, tuple[str, ...]]:
         return await target.count_tokens("x"), target.length_fields
 
-    assert run_target(answer, count_tokens) == (7, ())
-    assert len(sent) == 3
+    rejections = [refused("400 Bad Request", f"unknown field {name}") for name in ("min_tokens", "ignore_eos")]
+    assert run_target(count_tokens, *rejections, VALID) == (7, ())
 
 
 def test_other_400_is_an_error() -> None:
-    async def answer(body: bytes, at: int, writer: asyncio.StreamWriter) -> None:
-        writer.write(reply(b'{"error":{"message":"no such model"}}', "400 Bad Request"))
-
     with pytest.raises(ConfigError, match="the server answered 400 no such model"):
-        run_target(answer, lambda target: target.count_tokens("x"))
+        run_target(lambda target: target.count_tokens("x"), refused("400 Bad Request", "no such model"))

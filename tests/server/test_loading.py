@@ -91,7 +91,7 @@ def test_unreachable_default_model_stops_server(
     monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
     config = {"models": {"a": {"engine": "scripted"}, "net": f"http://127.0.0.1:{free_port()}/x.gguf"}}
     with (
-        pytest.raises(AssertionError, match=r"the server ended:[\s\S]*model net: http"),
+        pytest.raises(RuntimeError, match=r"the server exited with 2:[\s\S]*model net: http"),
         serving(tmp_path, config, "--default", "net"),
     ):
         pass

@@ -12,12 +12,10 @@ import socket
 import ssl
 import struct
 import threading
-import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from email.utils import formatdate
 from typing import Any, Literal, Self
 
 from dragoman.core.errors import (
@@ -57,7 +55,7 @@ class BadServer:
         """In lower case, one for each request."""
         self.connections = 0
         self.left = threading.Event()
-        """Set when a client disconnects while the server hangs."""
+        """Set when a client disconnects while the server hangs or writes."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -108,7 +106,9 @@ class BadServer:
         try:
             while await self._answered(reader, writer):
                 pass
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+        except ConnectionError:
+            self.left.set()
+        except (asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
             writer.close()
@@ -231,6 +231,11 @@ def row(
     return Row(name, [script, *then], made, attempts, arrived)
 
 
+def without_ids(parts: Sequence[Part]) -> list[Part]:
+    """Return the parts without the ids of tool calls, which the client may generate."""
+    return [ToolCall("", part.name, part.arguments) if isinstance(part, ToolCall) else part for part in parts]
+
+
 def retried(name: str, script: Script) -> Row:
     """The second attempt succeeds."""
     return row(name, script, SAID, HELLO, attempts=2)
@@ -282,7 +287,6 @@ ROWS = [
     row("a stream that says it is JSON", [whole(GREETING)]),
     row("JSON", answer(REPLY)),
     row("JSON that says it is a stream", [whole(json.dumps(REPLY).encode(), content_type="text/event-stream")]),
-    row("JSON on many lines", [whole(b"\n\n" + json.dumps(REPLY, indent=2).encode())]),
     row("gzip", [GZIP_HEAD, chunk(zipped(GREETING)), LAST]),
     row("deflate without a head", [whole(BARE, content_encoding="deflate")]),
     row("gzip, it says, and is not", [whole(json.dumps(REPLY).encode(), content_encoding="none")]),
@@ -291,29 +295,9 @@ ROWS = [
     row("JSON in deflate", [whole(zlib.compress(json.dumps(REPLY).encode()), content_encoding="deflate")]),
     row("hints before the answer", [head("103 Early Hints"), 0.05, *HELLO]),
     row("slowly", stream(HEL, 0.2, LO, 0.2, END, 0.2, DONE)),
-    row("usage twice", stream(HEL, LO, END, *[frame({"choices": [], "usage": USED})] * 2, DONE)),
     row("usage in every chunk", stream(HEL, frame({"choices": [], "usage": USED}), LO, finish(usage=USED), DONE)),
-    row("null content", stream(delta(role="assistant", content=None), HEL, LO, END, DONE)),
     row("a thought", stream(delta(reasoning="Hmm"), HEL, LO, END, DONE), (Reasoning("Hmm"), *SAID)),
-    row(
-        "calls", stream(call("", index=0, id="a", name="f"), call('{"x": 1}', index=0), finish("tool_calls")), CALLS[:1]
-    ),
-    row(
-        "calls without indexes",
-        stream(call('{"x": 1}', id="a", name="f"), call('{"x": 2}', id="b", name="f"), END),
-        CALLS,
-    ),
-    row(
-        "calls that take turns",
-        stream(
-            call('{"x"', index=0, id="a", name="f"),
-            call('{"x"', index=1, id="b", name="f"),
-            call(": 1}", index=0),
-            call(": 2}", index=1),
-            END,
-        ),
-        CALLS,
-    ),
+    row("calls", stream(call('{"x": 1}', id="a", name="f"), call('{"x": 2}', id="b", name="f"), END), CALLS),
     row("arguments cut short", stream(call('{"x"', id="a", name="f"), finish("length")), (ToolCall("a", "f", '{"x"'),)),
     row("a reset after the finish", [*cut(HEL, LO, END), 0.05, "reset"]),
     row("cut within the usage", [*cut(HEL, LO, END, b'data: {"usage": {"pro'), "close"]),
@@ -330,11 +314,8 @@ ROWS = [
     row("less than the length", [head(content_length="900") + HEL, "close"], StreamCutOff, arrived=LOST),
     row("silence in the middle", [*cut(HEL), "hang"], StreamCutOff, arrived=LOST),
     row("an error frame", stream(HEL, frame({"error": {"message": "boom"}}), DONE), ServerFailed, arrived=LOST),
-    row("an error in one piece", stream(HEL + frame({"error": "boom"})), ServerFailed, arrived=LOST),
     row("an error, then silence", [*cut(HEL, frame({"error": "boom"})), "hang"], ServerFailed, arrived=LOST),
-    row("an error line", stream(HEL, b'error: {"code": 500, "message": "boom"}\n\n'), ServerFailed, arrived=LOST),
     row("too long, in a frame", stream(frame({"error": {"message": "maximum context length is 9"}})), ContextTooLong),
-    row("an unknown finish reason", stream(HEL, finish("error")), BadAnswer, arrived=LOST),
     row("garbage in a frame", stream(HEL, b"data: {oops\n\n", LO, END), BadAnswer, arrived=LOST),
     row(
         "malformed arguments",
@@ -355,8 +336,6 @@ ROWS = [
     row("invalid JSON", [whole(b"xxxx")], BadAnswer),
     row("comments and no more", stream(b": xxxx\n\n"), StreamCutOff),
     row("no content", [head("204 No Content")], BadAnswer),
-    row("half a JSON body", [whole(json.dumps(REPLY).encode()[:40])], BadAnswer),
-    row("no choices", answer({"choices": []}), BadAnswer),
     row("an error with status 200", answer({"error": {"message": "boom"}}), ServerFailed),
     row(
         "sent elsewhere",
@@ -372,8 +351,6 @@ ROWS = [
     retried("429, then a reply", refused("429 Too Many")),
     retried("429 with Retry-After", refused("429 Too Many", **SOON)),
     retried("429 with retry-after-ms", refused("429 Too Many", retry_after_ms="5", retry_after="99")),
-    retried("429 with a date", refused("429 Too Many", retry_after=formatdate(time.time() - 9, usegmt=True))),
-    row("429 until tomorrow", refused("429 Too Many", retry_after="86400"), RateLimited),
     row("429 for ever", refused("429 Too Many", **SOON), RateLimited, attempts=3),
     row("nothing left to spend", refused("429 Too Many", "quota", "insufficient_quota"), QuotaExhausted),
     retried("503 with Retry-After", refused("503 Busy", **SOON)),
@@ -382,7 +359,6 @@ ROWS = [
     retried("529", refused("529 Overloaded")),
     row("500", refused("500 Oops", **SOON), ServerFailed),
     retried("500 that wants to be repeated", refused("500 Oops", x_should_retry="true")),
-    row("429 that does not", refused("429 Too Many", x_should_retry="false"), RateLimited),
     row("a gateway's page", [whole(b"<html>Bad Gateway</html>", "502 Bad Gateway", "text/html")], ServerFailed),
     row("an error cut off", [head("500 Oops", content_length="900") + b'{"err', "close"], ServerFailed),
     row("too long", refused("400 Bad", "prompt is too long: 9 tokens > 5 maximum"), ContextTooLong),

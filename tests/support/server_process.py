@@ -1,11 +1,6 @@
 """Runs a real server in its own process."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -13,22 +8,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
-from tools.ports import free_port
+from tools.server import Server, plain_client, run_server
+from tools.server import command_of as command_of
 
 from dragoman.files import sources
 from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, find_admin_token
 
 
 @dataclass
-class Running:
-    port: int
-    process: subprocess.Popen[bytes]
-    log: Path
+class Running(Server):
     event_log: Path
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     @property
     def operator(self) -> dict[str, str]:
@@ -40,27 +29,11 @@ class Running:
         return [json.loads(line) for line in self.event_log.read_text().splitlines()]
 
     def children(self) -> list[int]:
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        return [int(pid) for task in tasks for pid in task.read_text().split()]
+        return self.processes()[1:]
 
     def fronts(self) -> list[int]:
         """The processes that accept connections."""
-        return sorted(pid for pid in self.children() if b"frontends.process" in command_of(pid))
-
-    def workers(self) -> list[int]:
-        """The processes that run engines."""
-        return sorted(pid for pid in self.children() if b"ipc.worker_main" in command_of(pid))
-
-    def stop(self, timeout: float = 100) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout)
-
-
-def command_of(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+        return self.front_ends()
 
 
 def has_ended(pid: int) -> bool:
@@ -80,12 +53,8 @@ class Serving(Protocol):
 @contextmanager
 def serving(folder: Path, config: Mapping[str, Any], *flags: str, workers: int = 1) -> Iterator[Running]:
     """`dragoman serve` with this configuration, ready for use until the end of the block."""
-    with serving_at(folder, config, _plain, *flags, workers=workers) as (running, _):
+    with serving_at(folder, config, plain_client, *flags, workers=workers) as (running, _):
         yield running
-
-
-def _plain(port: int) -> httpx.Client:
-    return httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)
 
 
 @contextmanager
@@ -93,40 +62,17 @@ def serving_at(
     folder: Path, config: Mapping[str, Any], connect: Callable[[int], httpx.Client], *flags: str, workers: int = 1
 ) -> Iterator[tuple[Running, httpx.Client]]:
     """The same with a special client, for servers that a plain one cannot reach."""
-    port = free_port()
-    file = folder / "dragoman.json"
-    # Models that the developer has pulled are not part of a test.
-    file.write_text(json.dumps({"models_dir": []} | dict(config)))
-    log, event_log = folder / "server.log", folder / "events.jsonl"
-    command = [sys.executable, "-m", "dragoman", "serve", "--config", str(file), "--port", str(port)]
-    command += ["--workers", str(workers), "--event-log", str(event_log), *flags]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=os.environ | {"PYTHONWARNINGS": "default"}
-        )
-    running = Running(port, process, log, event_log)
-    try:
-        with connect(port) as client:
-            _wait_until_ready(running, client)
-            yield running, client
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-            # A killed server leaves its token file.
-            (sources.home_directory() / "run" / f"127.0.0.1_{port}.token").unlink(missing_ok=True)
-
-
-def _wait_until_ready(running: Running, client: httpx.Client) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if running.process.poll() is not None:
-            raise AssertionError(f"the server ended:\n{running.log.read_text()}")
+    event_log = folder / "events.jsonl"
+    flags = ("--workers", str(workers), "--event-log", str(event_log), *flags)
+    # With several front ends, one may answer before all listen. The line "serving ..." comes when all do.
+    with run_server(
+        folder, config, *flags, env={"PYTHONWARNINGS": "default"}, connect=connect, logged="serving "
+    ) as server:
+        running = Running(server.process, server.port, server.log, event_log)
         try:
-            # With several front ends, one may answer before all listen. This line comes when all do.
-            if client.get("/ready").status_code == 200 and "serving " in running.log.read_text():
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.05)
-    raise AssertionError(f"the server did not become ready:\n{running.log.read_text()}")
+            with connect(server.port) as client:
+                yield running, client
+        finally:
+            if running.is_alive:
+                # A server that is killed leaves its token file.
+                (sources.home_directory() / "run" / f"127.0.0.1_{server.port}.token").unlink(missing_ok=True)

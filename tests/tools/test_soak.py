@@ -55,14 +55,11 @@ def test_lateness_is_measured_against_the_earliest_token() -> None:
     found = Lateness()
     found.add(array("d", [10.3, 10.1, 10.25, 10.3]), rate=10)
     assert [found.quantile(share) for share in (0.5, 0.75, 1.0)] == pytest.approx([0.0, 0.05, 0.3], abs=2e-4)
-
-
-def test_lateness_does_not_depend_on_when_a_stream_began() -> None:
-    found = Lateness()
-    found.add(array("d", [3.0, 3.1, 3.2]), rate=10)
-    found.add(array("d", [7.0, 7.1, 7.2]), rate=10)
-    assert found.count == 6
-    assert found.quantile(1.0) < 0.001
+    punctual = Lateness()
+    for begun in (3.0, 7.0):
+        punctual.add(array("d", [begun, begun + 0.1, begun + 0.2]), rate=10)
+    assert punctual.count == 6
+    assert punctual.quantile(1.0) < 0.001
 
 
 def chunk(**choice: Any) -> bytes:
@@ -76,6 +73,9 @@ def call(index: int, arguments: str) -> bytes:
 DONE = b"data: [DONE]\n\n"
 STOP = chunk(delta={}, finish_reason="stop")
 CALLED = chunk(delta={}, finish_reason="tool_calls")
+TWO_CALLS = [{"function": {"arguments": '{"word": "a"}'}}, {"function": {"arguments": '{"word": "b"}'}}]
+MESSAGE = {"index": 0, "finish_reason": "tool_calls", "message": {"content": None, "tool_calls": TWO_CALLS}}
+WHOLE = json.dumps({"choices": [MESSAGE]}).encode()
 SHAPED = {"stream": True, "response_format": {}}
 CALLING = {"stream": True, "tools": []}
 
@@ -99,6 +99,7 @@ CALLING = {"stream": True, "tools": []}
         ("chat, schema", SHAPED, 200, chunk(delta={"content": '{"name": "A"}'}) + STOP + DONE, "wrong"),
         ("chat, tools", CALLING, 200, call(0, '{"word"') + call(0, ': "a"}') + CALLED + DONE, "answered"),
         ("chat, tools", CALLING, 200, call(0, '{"word": 1}') + call(1, '{"word"') + CALLED + DONE, "wrong"),
+        ("chat, tools", {"tools": []}, 200, WHOLE, "answered"),
         ("messages", {}, 200, b'{"stop_reason": null}', "lost"),
         ("messages, stream", {"stream": True}, 200, b'data: {"type": "message_stop"}\n\n', "answered"),
         ("messages, stream", {"stream": True}, 200, b'data: {"type": "message_delta"}\n\n', "lost"),
@@ -109,13 +110,6 @@ CALLING = {"stream": True, "tools": []}
 )
 def test_outcome_of_a_reply(kind: str, asked: dict[str, Any], status: int, body: bytes, name: str) -> None:
     assert outcome(KINDS[kind], asked, status, body).name == name
-
-
-def test_calls_of_a_whole_reply_are_told_apart() -> None:
-    calls = [{"function": {"arguments": '{"word": "a"}'}}, {"function": {"arguments": '{"word": "b"}'}}]
-    choice = {"index": 0, "finish_reason": "tool_calls", "message": {"content": None, "tool_calls": calls}}
-    body = json.dumps({"choices": [choice]}).encode()
-    assert outcome(KINDS["chat, tools"], {"tools": []}, 200, body).name == "answered"
 
 
 def test_growth_is_noticed_and_a_short_peak_is_not() -> None:

@@ -6,10 +6,9 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from tools.background import in_background
 from tools.client import Ending
 from tools.faults.judge import Scenario
-from tools.faults.trial import ANSWERED, ANSWERED_OR_ERROR, IN_WORKER, PROBE, PROBE_TEXT, Trial
+from tools.faults.trial import ANSWERED, ANSWERED_OR_ERROR, IN_WORKER, PROBE, PROBE_TEXT, Trial, in_background
 from tools.server import kill
 
 TEXT = "".join(f"{number:03} " for number in range(40))

@@ -7,7 +7,7 @@ import asyncio
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from tools.background import in_background
 from tools.client import Ending, Result, ask, chat_body
 from tools.server import Server, Usage
 
@@ -179,3 +178,17 @@ class Trial:
     async def measure(self) -> Baseline:
         speed = await self.measure_speed()
         return Baseline(self.server.usage(), len(self.server.processes()), speed)
+
+
+@asynccontextmanager
+async def in_background(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Cancel the work at the end of the block, and raise what made it fail before that."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            pass

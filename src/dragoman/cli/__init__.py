@@ -1,8 +1,8 @@
 """The command line: `dragoman serve`, `check`, `chat`, `models`, `drain`, `pull`, `tune`, `keys`, `bench`.
 
-    common                      helpers shared by the commands
-    admin_client                requests to a running server
-    chat_session, chat_screen   the state and the output of `dragoman chat`
+    common         helpers shared by the commands
+    admin_client   requests to a running server
+    chat_session   the state and the output of `dragoman chat`
 
 Each command is a module with `add`, which defines its arguments, and a function that takes them and returns the exit
 code: 0 success, 1 reported failure, 2 user error (one line on stderr per error), 130 Ctrl-C.

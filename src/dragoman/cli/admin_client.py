@@ -27,26 +27,18 @@ API = "/v1"
 
 
 class AdminClient:
-    """`address` names the server in error messages."""
+    """`address` names the server in error messages. `token` gives access to `/admin` on a server without keys that the
+    same user runs."""
 
     def __init__(
-        self,
-        address: str,
-        where: ServerAddress,
-        http: "httpx.Client",
-        key: str | None = None,
-        name: str | None = None,
-        token: str | None = None,
+        self, address: str, where: ServerAddress, http: "httpx.Client", key: str | None, token: str | None
     ) -> None:
-        """`token` gives access to `/admin` on a server without keys that the same user runs."""
         self.address = address
         self._where = where
         self._http = http
-        login = where.login or (f"Bearer {key}" if key else None)
-        self._headers = {} if login is None else {"authorization": login}
-        if name is not None:
-            self._headers["host"] = name
-        self._admin_headers = {} if token is None else {ADMIN_TOKEN_HEADER: token}
+        self._token = token
+        if login := where.login or (f"Bearer {key}" if key else None):
+            http.headers["authorization"] = login
 
     def is_running(self) -> bool:
         """Whether a Dragoman answers there, with or without access."""
@@ -68,7 +60,7 @@ class AdminClient:
     def _request(self, method: str, path: str, timeout: float, body: object = None) -> Any:
         in_api = path.startswith(API)
         url = self._where.api + path.removeprefix(API) if in_api else self._where.root + path
-        headers = self._headers | (self._admin_headers if path.startswith(ADMIN) else {})
+        headers = {ADMIN_TOKEN_HEADER: self._token} if self._token and path.startswith(ADMIN) else None
         # Imported here, like httpx below: `dragoman serve` starts much faster without it.
         from dragoman.client.http_settings import NO_RESPONSE, describe
 
@@ -103,7 +95,7 @@ def from_url(url: str, key: str | None) -> AdminClient:
     if url.startswith(UNIX):
         path = url.removeprefix(UNIX)
         where, http = _local_server("http://localhost", None, path)
-        return AdminClient(address, where, http, key, token=find_socket_admin_token(path))
+        return AdminClient(address, where, http, key, find_socket_admin_token(path))
     try:
         where = parse_address(url)
     except ConfigError as error:
@@ -115,22 +107,24 @@ def from_url(url: str, key: str | None) -> AdminClient:
     # Loopback needs no proxy, and plain HTTP needs no certificates.
     verify = ssl.create_default_context() if where.is_tls else False
     http = httpx.Client(verify=verify, trust_env=not where.is_loopback)
-    return AdminClient(address, where, http, key, token=token)
+    return AdminClient(address, where, http, key, token)
 
 
 def from_settings(settings: Settings, key: str | None) -> AdminClient:
     """The server on this machine that was started with these settings."""
-    key = key or next(iter(settings.api_keys), None)
-    name = next(iter(settings.hosts or ()), None)
     scheme = "https" if settings.tls else "http"
     if settings.socket is not None:
+        address, token = f"{UNIX}{settings.socket}", find_socket_admin_token(settings.socket)
         where, http = _local_server(f"{scheme}://localhost", settings.tls, settings.socket)
-        token = find_socket_admin_token(settings.socket)
-        return AdminClient(f"the server at {UNIX}{settings.socket}", where, http, key, name, token)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104 (no bind)
-    address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
-    where, http = _local_server(address, settings.tls)
-    return AdminClient(f"the server at {address}", where, http, key, name, find_admin_token(host, settings.port))
+    else:
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104 (no bind)
+        address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
+        token = find_admin_token(host, settings.port)
+        where, http = _local_server(address, settings.tls)
+    if settings.hosts:
+        http.headers["host"] = settings.hosts[0]
+    key = key or next(iter(settings.api_keys), None)
+    return AdminClient(f"the server at {address}", where, http, key, token)
 
 
 def _local_server(address: str, tls: Tls | None, socket: str | None = None) -> tuple[ServerAddress, "httpx.Client"]:

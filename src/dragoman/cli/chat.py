@@ -15,8 +15,7 @@ from dragoman.cli.common import Commands, add_command
 from dragoman.core.errors import ConfigError, DragomanError
 
 if TYPE_CHECKING:
-    from dragoman.cli.chat_screen import Screen
-    from dragoman.cli.chat_session import Session
+    from dragoman.cli.chat_session import Screen, Session
 
 EXAMPLES = """\
 examples:
@@ -52,7 +51,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     # Imported late to keep the start of other commands fast.
-    from dragoman.cli.chat_screen import Screen
+    from dragoman.cli.chat_session import Screen
 
     is_interactive = sys.stdin.isatty()
     if isinstance(sys.stdout, io.TextIOWrapper):

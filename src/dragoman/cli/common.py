@@ -3,12 +3,11 @@
 import argparse
 import os
 import sys
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from dragoman.config.loading import Flags, LoadedConfig, load
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-MANY = "may be given several times"
 
 
 def add_command(
@@ -22,6 +21,12 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def add_repeatable(parser: argparse.ArgumentParser, flag: str, metavar: str, description: str, **settings: Any) -> None:
+    """Add a flag whose values are collected in a list."""
+    text = f"{description}; may be given several times"
+    parser.add_argument(flag, metavar=metavar, action="append", default=[], help=text, **settings)
 
 
 def print_progress(message: str) -> None:

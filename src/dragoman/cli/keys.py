@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from dragoman.cli.common import MANY, Commands, add_command, format_table, load_config
+from dragoman.cli.common import Commands, add_command, add_repeatable, format_table, load_config
 from dragoman.config.sections import KeyLimits
 from dragoman.core.errors import ConfigError
 from dragoman.core.types import RouteScope
@@ -47,23 +47,10 @@ def add(commands: Commands) -> None:
 def _add_create(actions: Commands) -> None:
     parser = actions.add_parser("create", help="create a key and print it once", allow_abbrev=False)
     parser.add_argument("principal", metavar="WHO", help="NAME, user:NAME or agent:NAME/USER")
-    parser.add_argument(
-        "--model",
-        metavar="PATTERN",
-        action="append",
-        default=[],
-        type=_parse_pattern,
-        help=f"allow only these models; {MANY}",
-    )
-    parser.add_argument(
-        "--route",
-        metavar="SCOPE",
-        action="append",
-        default=[],
-        choices=get_args(RouteScope),
-        help=f"allow only these routes ({', '.join(get_args(RouteScope))}); the default is all except stats and admin; "
-        f"{MANY}",
-    )
+    scopes = get_args(RouteScope)
+    routes_help = f"allow only these routes ({', '.join(scopes)}); the default is all except stats and admin"
+    add_repeatable(parser, "--model", "PATTERN", "allow only these models", type=_parse_pattern)
+    add_repeatable(parser, "--route", "SCOPE", routes_help, choices=scopes)
     parser.add_argument("--concurrency", metavar="N", type=_parse_count, help="concurrent requests")
     parser.add_argument("--requests-per-minute", metavar="N", type=_parse_count)
     parser.add_argument("--tokens-per-minute", metavar="N", type=_parse_count, help="prompt and reply tokens together")

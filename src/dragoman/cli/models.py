@@ -33,6 +33,7 @@ Without --config the file is found as for `dragoman serve`. If a server runs at 
 listed; otherwise, or with --configured, those of the file. If the server requires a key, give --api-key or set
 $DRAGOMAN_API_KEY. Memory, slots, load and unload need a key with the scope `admin`.
 """
+ADMIN_FIELDS = ("memory", "slots", "tokens_per_second")
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -96,7 +97,7 @@ def _load_or_unload(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.action} needs the NAME of a model")
     server = admin_client.from_arguments(arguments)
     name = urllib.parse.quote(arguments.name, safe="")
-    row = _admin_row(server.post(f"/admin/models/{name}/{arguments.action}"))
+    row = _served_row(server.post(f"/admin/models/{name}/{arguments.action}"))
     text = f"{row.name}: {row.state}" + (f", {row.memory}" if row.memory else "")
     print(json.dumps(msgspec.to_builtins(row), indent=2) if arguments.json else text)
     return 0
@@ -139,33 +140,33 @@ def _find_layout(spec: ModelSpec) -> str | None:
 
 def _list_served(server: AdminClient) -> list[Row]:
     try:
-        rows = [_public_row(entry) for entry in server.get("/v1/models")["data"]]
+        entries = server.get("/v1/models")["data"]
+        admin_fields = _find_admin_fields(server)
+        return [_served_row(entry | admin_fields.get(str(entry["id"]), {})) for entry in entries]
     except (KeyError, TypeError, AttributeError) as error:
         raise server.unexpected_answer() from error
-    return _add_admin_fields(rows, server)
 
 
-def _add_admin_fields(rows: list[Row], server: AdminClient) -> list[Row]:
-    """Add memory, slots and speed if the key has the scope `admin`."""
+def _find_admin_fields(server: AdminClient) -> dict[str, dict[str, Any]]:
+    """Return memory, slots and speed of each model; nothing if the key lacks the scope `admin`."""
     try:
-        admin_rows = {str(entry["id"]): _admin_row(entry) for entry in server.get("/admin/models")["data"]}
+        entries = server.get("/admin/models")["data"]
+        return {str(entry["id"]): {name: entry.get(name) for name in ADMIN_FIELDS} for entry in entries}
     except (ConfigError, KeyError, TypeError, AttributeError):
-        return rows
-    return [
-        msgspec.structs.replace(row, memory=admin.memory, slots=admin.slots, speed=admin.speed)
-        if (admin := admin_rows.get(row.name))
-        else row
-        for row in rows
-    ]
+        return {}
 
 
-def _public_row(entry: dict[str, Any]) -> Row:
+def _served_row(entry: dict[str, Any]) -> Row:
+    speed = entry.get("tokens_per_second")
     return Row(
         name=str(entry["id"]),
         format=entry.get("format"),
         context=entry.get("max_model_len"),
         device=entry.get("device"),
         state=_format_state(entry),
+        memory=format_size(entry["memory"]) if entry.get("memory") else None,
+        slots=entry.get("slots"),
+        speed=None if speed is None else f"{speed:.1f}/s",
     )
 
 
@@ -173,14 +174,3 @@ def _format_state(entry: dict[str, Any]) -> str | None:
     """The state, with the progress of a model that is loading."""
     state, progress = entry.get("state"), entry.get("loading_progress")
     return f"{state} {progress:.0%}" if isinstance(progress, float) else state
-
-
-def _admin_row(entry: dict[str, Any]) -> Row:
-    speed = entry.get("tokens_per_second")
-    return Row(
-        name=str(entry["id"]),
-        state=_format_state(entry),
-        memory=format_size(entry["memory"]) if entry.get("memory") else None,
-        slots=entry.get("slots"),
-        speed=None if speed is None else f"{speed:.1f}/s",
-    )

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 
-from dragoman.cli.common import MANY, Commands, add_command, add_working_directory, print_progress
+from dragoman.cli.common import Commands, add_command, add_repeatable, add_working_directory, print_progress
 from dragoman.config.diagnostics import Diagnostic
 from dragoman.config.loading import Flags, LoadedConfig, load
 from dragoman.config.settings import Settings
@@ -44,41 +44,25 @@ def add(commands: Commands) -> None:
         help="the same as --model; without NAME= the model is named after its file or directory",
     )
     parser.add_argument("--config", metavar="FILE", help="a configuration file (YAML or JSON)")
-    parser.add_argument(
+    add_repeatable(
+        parser,
         "--model",
-        metavar="NAME=SOURCE",
-        action="append",
-        default=[],
-        help=f"serve a model under this name; SOURCE is a path to a GGUF file, {sources.SOURCE_KINDS}, or a model "
-        f"directory if vllm is installed. NAME alone is a built-in model ({', '.join(sources.BUILT_IN)}); {MANY}",
+        "NAME=SOURCE",
+        f"serve a model under this name; SOURCE is a path to a GGUF file, {sources.SOURCE_KINDS}, or a model directory "
+        f"if vllm is installed. NAME alone is a built-in model ({', '.join(sources.BUILT_IN)})",
     )
-    parser.add_argument(
-        "--alias",
-        metavar="PATTERN=NAME",
-        action="append",
-        default=[],
-        help=f"serve a model under other names too; * and ? are wildcards; {MANY}",
-    )
+    aliases_help = "serve a model under other names too; * and ? are wildcards"
+    add_repeatable(parser, "--alias", "PATTERN=NAME", aliases_help, dest="aliases")
     parser.add_argument(
         "--engine",
         metavar="MODULE:CLASS",
         help="serve your own engine, imported from the working directory; vllm or llama: the engine of every --model",
     )
-    parser.add_argument(
-        "--protocol",
-        metavar="MODULE:CLASS",
-        action="append",
-        default=[],
-        help=f"answer in a wire protocol of your own too, imported from the working directory; {MANY}",
-    )
+    protocols_help = "answer in a wire protocol of your own too, imported from the working directory"
+    add_repeatable(parser, "--protocol", "MODULE:CLASS", protocols_help, dest="protocols")
     parser.add_argument("--default", metavar="NAME", help="the model for requests without a model name")
-    parser.add_argument(
-        "--models-dir",
-        metavar="DIR",
-        action="append",
-        default=[],
-        help=f"serve the models in this directory too (the directory of `dragoman pull`); {MANY}",
-    )
+    models_dir_help = "serve the models in this directory too (the directory of `dragoman pull`)"
+    add_repeatable(parser, "--models-dir", "DIR", models_dir_help)
     parser.add_argument(
         "--memory", metavar="SIZE", help="memory for all loaded models together, such as 12GiB (no limit)"
     )
@@ -87,13 +71,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--host", help="the address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, help="the port to listen on (8000)")
-    parser.add_argument(
-        "--api-key",
-        metavar="KEY",
-        action="append",
-        default=[],
-        help=f"require this key; {MANY}",
-    )
+    add_repeatable(parser, "--api-key", "KEY", "require this key", dest="api_keys")
     parser.add_argument("--anonymous", action="store_true", help="allow callers without a key, on any address")
     parser.add_argument(
         "--workers", metavar="N", type=int, help="front-end processes (one for every four CPUs, at most 4)"
@@ -161,31 +139,13 @@ def _create_engine(name: str) -> Engine:
 
 
 def _load(arguments: argparse.Namespace, engines: Sequence[Engine]) -> LoadedConfig:
-    flags = Flags(
-        models=[*arguments.models, *arguments.model],
-        engine=None if engines else arguments.engine,
-        aliases=arguments.alias,
-        default=arguments.default,
-        models_dir=arguments.models_dir,
-        memory=arguments.memory,
-        keep_alive=arguments.keep_alive,
-        host=arguments.host,
-        port=arguments.port,
-        api_keys=arguments.api_key,
-        strict=arguments.strict,
-        event_log=arguments.event_log,
-        protocols=arguments.protocol,
-        workers=arguments.workers,
-        socket=arguments.socket,
-        tls_certificate=arguments.tls_certificate,
-        tls_key=arguments.tls_key,
-        anonymous=arguments.anonymous,
-        layout=arguments.layout,
-    )
+    same = {name: getattr(arguments, name) for name in Flags.__struct_fields__ if name not in ("models", "engine")}
+    models = [*arguments.models, *arguments.model]
+    flags = Flags(models=models, engine=None if engines else arguments.engine, **same)
     offered = [model.name for engine in engines for model in engine.models()]
     if engines and not offered:
         raise ConfigError(f"--engine {arguments.engine}: it offers no models; `models()` must name at least one")
-    if not all(arguments.api_key):
+    if not all(arguments.api_keys):
         raise ConfigError("--api-key is empty")
     config = load(arguments.config, flags, os.environ, offered=offered)
     for model in config.settings.models:

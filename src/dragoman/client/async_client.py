@@ -4,7 +4,7 @@ import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
 import httpx
 
@@ -12,9 +12,9 @@ from dragoman.client import http_settings, rest_calls
 from dragoman.client.async_transport import AsyncTransport
 from dragoman.client.call import ReplyCollector
 from dragoman.client.options import ClientRequest, Messages, Options, build_request
-from dragoman.client.planner import CallPlanner, ProtocolName
+from dragoman.client.planner import CallPlanner, ProtocolName, run_steps_async
 from dragoman.client.rest_calls import Embeddings, ServerModel
-from dragoman.client.tool_loop import DEFAULT_STEPS, Invocation, Outcome, run_steps
+from dragoman.client.tool_loop import DEFAULT_STEPS, Invocation, LoopStep, Outcome, run_tool_loop
 from dragoman.core.errors import DragomanError
 from dragoman.core.events import Event
 from dragoman.core.reply import Reply
@@ -32,15 +32,13 @@ class AsyncStream:
     def __init__(self, batches: AsyncGenerator[Sequence[Event], None], collector: ReplyCollector) -> None:
         self._batches = batches
         self._collector = collector
-        self._ready: list[Event] = []
+        self._events = (event async for batch in batches for event in batch)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Event:
-        while not self._ready:
-            self._ready = list(await anext(self._batches))[::-1]
-        return self._ready.pop()
+        return await anext(self._events)
 
     def reply(self) -> Reply:
         """Return the whole reply. Raises `StreamCutOff` if not all events have been read."""
@@ -76,7 +74,7 @@ class AsyncClient:
             url, model=model, api_key=api_key, protocol=protocol, retries=retries, extra_headers=headers
         )
         settings = http_settings.client_settings(self._planner.address, timeout, connect_timeout)
-        self._transport = AsyncTransport(self._planner, http or httpx.AsyncClient(**settings))
+        self._transport = AsyncTransport(http or httpx.AsyncClient(**settings))
 
     @property
     def protocol(self) -> str | None:
@@ -98,40 +96,24 @@ class AsyncClient:
         **options: Unpack[Options],
     ) -> Outcome:
         """Like `Client.run`. Async functions run in this event loop, other functions in threads."""
-        loop = run_steps(build_request(messages, self._planner.model, options), steps)
-        step = next(loop)
-        while True:
+
+        async def perform(step: LoopStep) -> object:
             if isinstance(step, ClientRequest):
-                result: Any = await self._run_turn(step, on_event)
-            else:
-                result = await _run_calls(step, on_event)
-            try:
-                step = loop.send(result)
-            except StopIteration as done:
-                outcome: Outcome = done.value
-                return outcome
+                return await self._run_turn(step, on_event)
+            return await _run_calls(step, on_event)
+
+        request = build_request(messages, self._planner.model, options)
+        return await run_steps_async(run_tool_loop(request, steps), perform)
 
     async def embed(self, texts: str | Sequence[str], *, model: str = "", dimensions: int | None = None) -> Embeddings:
-        inputs = rest_calls.check_texts(texts)
-        call = rest_calls.embeddings_call(self._planner, inputs, model, dimensions)
-        return rest_calls.read_embeddings(await self._transport.json("embeddings", [call]), len(inputs)).as_floats()
+        return await self._transport.run(rest_calls.embed_texts(self._planner, texts, model, dimensions))
 
     async def models(self) -> tuple[ServerModel, ...]:
-        models: list[ServerModel] = []
-        after: str | None = None
-        while True:
-            call = rest_calls.models_call(self._planner, after)
-            page = rest_calls.read_models(await self._transport.json("models", [call]))
-            models += page.models
-            if page.next is None or page.next == after:
-                return tuple(models)
-            after = page.next
+        return await self._transport.run(rest_calls.list_models(self._planner))
 
     async def count_tokens(self, messages: Messages, **options: Unpack[Options]) -> int:
         request = build_request(messages, self._planner.model, options).request
-        return rest_calls.read_count(
-            await self._transport.json("count", rest_calls.count_calls(self._planner, request))
-        )
+        return await self._transport.run(rest_calls.count_tokens(self._planner, request))
 
     async def aclose(self) -> None:
         await self._transport.aclose()
@@ -165,10 +147,10 @@ class AsyncClient:
         self, request: ClientRequest, collector: ReplyCollector, stream: bool, check_calls: bool
     ) -> AsyncGenerator[Sequence[Event], None]:
         calls = self._planner.generation_calls(request.request, stream=stream, check_calls=check_calls)
-        call, opened = await self._transport.open("generate", calls)
+        call, response = await self._transport.run(self._planner.open("generate", calls))
         assert call.client_call is not None
         try:
-            async with aclosing(self._transport.events(call.client_call, opened)) as events:
+            async with aclosing(self._transport.events(call.client_call, response)) as events:
                 async for batch in events:
                     yield collector.add(batch)
         except DragomanError as error:

@@ -7,17 +7,17 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
+from typing import TypeVar
 
 import httpx
 
 from dragoman.client import http_settings
-from dragoman.client.call import MAX_BODY_BYTES, MAX_ERROR_BYTES, ClientCall
-from dragoman.client.decompression import Decompress, decompressor
-from dragoman.client.planner import CallPlan, CallPlanner, FailedAttempt, OpenedResponse, PlannedCall, Wait
-from dragoman.core.errors import BadAnswer, Unreachable
+from dragoman.client.call import ClientCall
+from dragoman.client.planner import FailedAttempt, PlannedCall, ReadBody, Step, Steps, run_steps_async
+from dragoman.core.errors import Unreachable
 from dragoman.core.events import Event, Listener, TextDelta
 
-OpenedHttpxResponse = OpenedResponse[httpx.Response]
+T = TypeVar("T")
 PushBody = Callable[[Callable[[bytes], bool]], Awaitable[bool]]
 """Calls a function with each chunk of a body until it returns False. Returns whether there may be more chunks."""
 PUSH_BODY = "dragoman.push_body"
@@ -25,33 +25,16 @@ PUSH_BODY = "dragoman.push_body"
 
 
 class AsyncTransport:
-    def __init__(self, planner: CallPlanner, http: httpx.AsyncClient) -> None:
-        self._planner = planner
+    def __init__(self, http: httpx.AsyncClient) -> None:
         self._http = http
         self._draining: set[asyncio.Task[None]] = set()
 
-    async def open(self, topic: str, calls: Sequence[PlannedCall]) -> tuple[PlannedCall, OpenedHttpxResponse]:
-        """Return the first call that the server supports and its response, after the headers have arrived."""
-        plan: CallPlan[httpx.Response] = self._planner.plan(topic, calls)
-        step = next(plan)
-        while True:
-            result: object = None
-            if isinstance(step, Wait):
-                await asyncio.sleep(step.seconds)
-            else:
-                result = await self._send(step.call)
-            try:
-                step = plan.send(result)
-            except StopIteration as done:
-                opened: tuple[PlannedCall, OpenedHttpxResponse] = done.value
-                return opened
+    async def run(self, steps: Steps[T]) -> T:
+        return await run_steps_async(steps, self._perform)
 
-    async def events(
-        self, client_call: ClientCall, opened: OpenedHttpxResponse
-    ) -> AsyncGenerator[Sequence[Event], None]:
+    async def events(self, client_call: ClientCall, response: httpx.Response) -> AsyncGenerator[Sequence[Event], None]:
         """Yield the events of the reply in lists, which may be empty. Closing the generator stops the generation."""
-        client_call.head(opened.status, opened.headers)
-        response = opened.response
+        client_call.head(response.headers)
         chunks = _iter_chunks(response)
         is_read = False
         try:
@@ -75,10 +58,9 @@ class AsyncTransport:
             else:
                 await response.aclose()
 
-    async def deliver(self, client_call: ClientCall, opened: OpenedHttpxResponse, listener: Listener) -> None:
+    async def deliver(self, client_call: ClientCall, response: httpx.Response, listener: Listener) -> None:
         """Pass the events of the reply to a listener, immediately on arrival if the transport supports that."""
-        client_call.head(opened.status, opened.headers)
-        response = opened.response
+        client_call.head(response.headers)
         feed = _ListenerFeed(client_call, listener)
         try:
             try:
@@ -96,34 +78,28 @@ class AsyncTransport:
             else:
                 await response.aclose()
 
-    async def json(self, topic: str, calls: Sequence[PlannedCall]) -> bytes:
-        _, opened = await self.open(topic, calls)
-        async with aclosing(opened.response) as response:
-            body, problem = await _read_body(response, MAX_BODY_BYTES)
-        if problem:
-            raise BadAnswer(f"the response is incomplete: {problem}")
-        return body
-
     async def aclose(self) -> None:
         for task in self._draining:
             task.cancel()
         await asyncio.gather(*self._draining, return_exceptions=True)
         await self._http.aclose()
 
-    async def _send(self, call: PlannedCall) -> OpenedHttpxResponse | FailedAttempt:
+    async def _perform(self, step: Step) -> object:
+        if isinstance(step, PlannedCall):
+            return await self._send(step)
+        if isinstance(step, ReadBody):
+            return await _read_body(step)
+        await asyncio.sleep(step.seconds)
+        return None
+
+    async def _send(self, call: PlannedCall) -> httpx.Response | FailedAttempt:
         if self._http.is_closed:
             raise Unreachable("this client has been closed")
         request = self._http.build_request(call.method, call.url, headers=call.headers, content=call.body)
         try:
-            response = await self._http.send(request, stream=True)
+            return await self._http.send(request, stream=True)
         except httpx.HTTPError as error:
             return http_settings.failed_attempt(error)
-        headers = dict(response.headers)
-        if response.is_success:
-            return OpenedResponse(response.status_code, headers, response)
-        async with aclosing(response):
-            body, _ = await _read_body(response, MAX_ERROR_BYTES)
-            return OpenedResponse(response.status_code, headers, response, body)
 
     def _drain_in_background(self, response: httpx.Response, chunks: AsyncIterator[bytes]) -> None:
         task = asyncio.create_task(_drain(response, chunks))
@@ -177,14 +153,14 @@ async def _push_chunks(chunks: AsyncIterator[bytes], receive: Callable[[bytes], 
 
 
 def _iter_chunks(response: httpx.Response) -> AsyncIterator[bytes]:
-    decompress = decompressor(response.headers)
+    decompress = http_settings.decompressor(response.headers)
     if decompress is not None:
         return _decompressed(response, decompress)
     # Without decompression each chunk can skip two layers of httpx.
     return aiter(response.stream) if isinstance(response.stream, AsyncIterable) else response.aiter_raw()
 
 
-async def _decompressed(response: httpx.Response, decompress: Decompress) -> AsyncIterator[bytes]:
+async def _decompressed(response: httpx.Response, decompress: http_settings.Decompress) -> AsyncIterator[bytes]:
     async for data in response.aiter_raw():
         for piece in decompress(data):
             yield piece
@@ -208,14 +184,14 @@ async def _drain(response: httpx.Response, chunks: AsyncIterator[bytes]) -> None
         await response.aclose()
 
 
-async def _read_body(response: httpx.Response, limit: int) -> tuple[bytes, str]:
-    """Return the body, and why it is incomplete, or an empty string."""
+async def _read_body(step: ReadBody) -> tuple[bytes, str]:
     body = bytearray()
-    try:
-        async for chunk in _iter_chunks(response):
-            body += chunk
-            if len(body) > limit:
-                return bytes(body), f"it is larger than {limit} bytes"
-    except httpx.HTTPError as error:
-        return bytes(body), http_settings.describe(error)
+    async with aclosing(step.response):
+        try:
+            async for chunk in _iter_chunks(step.response):
+                body += chunk
+                if len(body) > step.limit:
+                    return bytes(body), f"it is larger than {step.limit} bytes"
+        except httpx.HTTPError as error:
+            return bytes(body), http_settings.describe(error)
     return bytes(body), ""

@@ -2,15 +2,14 @@
 
     client_call = ClientCall(CLIENT_PROTOCOLS["chat"], request, stream=True)
     send client_call.body as JSON to the base URL of the API + client_call.path
-    client_call.head(status, headers)
+    client_call.head(headers)
     for data in the response body, until client_call.finished:  events = client_call.feed(data) …
     for events in client_call.end(): …
 
 Rules
 1. `feed` and `end` return the events of one reply, from `Started` to `Finished`. Once `finished` is true the rest of
    the response can be skipped and `end` can be called.
-2. Only `end` raises: one of `core.errors`, after all events before the failure have been returned. It also raises for
-   a status other than 2xx.
+2. Only `end` raises: one of `core.errors`, after all events before the failure have been returned.
 3. The first character decides whether the response is a stream or a JSON body. The request and the headers do not.
 4. `end` raises `StreamCutOff` for an incomplete stream. `broken`, for a lost connection, does the same unless only the
    end marker was missing.
@@ -32,7 +31,6 @@ from dragoman.protocols.sse import MAX_EMPTY_BYTES, FrameTemplate, FrameTooLong,
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """For a body that is not a stream."""
-MAX_ERROR_BYTES = 1024 * 1024
 EXCERPT_BYTES = 400
 BLANK = b" \t\r\n\xef\xbb\xbf"
 
@@ -55,7 +53,6 @@ class ClientCall:
         self._request_id: str | None = None
         self._reader = protocol.reader(make_id, check_calls)
         self._template = FrameTemplate(self._reader.plain_text)
-        self._status = 200
         self._headers: Mapping[str, str] = {}
         self._failure: DragomanError | None = None
         self._decoder: SseDecoder | None = None
@@ -73,14 +70,9 @@ class ClientCall:
         """Whether the reply is complete or has failed."""
         return self._reader.finished or self._failure is not None
 
-    @property
-    def _is_error(self) -> bool:
-        return not 200 <= self._status < 300
-
-    def head(self, status: int, headers: Mapping[str, str]) -> None:
-        """Set the status and the headers, whose names are in lower case."""
-        self._status, self._headers = status, headers
-        self._is_body = self._is_error
+    def head(self, headers: Mapping[str, str]) -> None:
+        """Set the headers, whose names are in lower case, of a response with a status of 2xx."""
+        self._headers = headers
         self._request_id = headers.get("x-request-id") or headers.get("request-id")
 
     def feed(self, data: bytes) -> list[Event]:
@@ -97,15 +89,12 @@ class ClientCall:
         self._body += data
         if not self._is_body:
             return self._detect_kind()
-        limit = MAX_ERROR_BYTES if self._is_error else MAX_BODY_BYTES
-        if len(self._body) > limit:
-            self._failure = BadAnswer(f"the response is larger than {limit} bytes")
+        if len(self._body) > MAX_BODY_BYTES:
+            self._failure = BadAnswer(f"the response is larger than {MAX_BODY_BYTES} bytes")
         return []
 
     def end(self) -> Iterator[list[Event]]:
         """Finish after the end of the response, or once `finished` is true."""
-        if self._is_error:
-            raise errors.error_from_response(self._status, self._headers, bytes(self._body))
         if not self.finished:
             yield self._read_body() if self._decoder is None else self._read_last_frames(self._decoder)
         if not self.finished:
@@ -117,7 +106,7 @@ class ClientCall:
         """Finish after the connection was lost while the body was read."""
         if self._decoder is not None and not self.finished and self._reader.can_finish:
             yield self._attempt(self._reader.end)
-        elif not self._is_error and not self.finished:
+        elif not self.finished:
             self._failure = StreamCutOff(f"the connection was lost before the reply was complete: {reason}")
         yield from self.end()
 

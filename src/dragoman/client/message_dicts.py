@@ -31,9 +31,14 @@ def message(value: Dict, path: str) -> Message:
     if role not in get_args(Role):
         raise _error(path, f"role: expected one of {', '.join(get_args(Role))}, not {role!r:.100}")
     if role == "tool":
-        parts: tuple[Part, ...] = (_tool_result(value, path),)
+        call_id = value.get("tool_call_id")
+        if not isinstance(call_id, str):
+            raise _error(path, "a message with the role tool needs a tool_call_id")
+        parts: tuple[Part, ...] = (ToolResult(call_id, _result_content(value.get("content"), path)),)
     else:
-        parts = (*_reasoning(value), *_parts(value.get("content"), path), *_tool_calls(value, path))
+        text = value.get("reasoning_content")
+        reasoning = [Reasoning(text)] if isinstance(text, str) and text else []
+        parts = (*reasoning, *_parts(value.get("content"), path), *_tool_calls(value, path))
     if not parts and value.get("content") is None:
         raise _error(path, "a message needs content (text or parts) or tool_calls")
     return Message(role, parts, _string(value, "name", path, None))
@@ -49,18 +54,6 @@ def tool(value: Dict, path: str) -> Tool:
     if not isinstance(schema, Mapping | None):
         raise _error(path, "the parameters must be a JSON schema")
     return Tool(name, _string(entry, "description", path, "") or "", schema, strict=entry.get("strict") is True)
-
-
-def _reasoning(value: Dict) -> list[Part]:
-    text = value.get("reasoning_content")
-    return [Reasoning(text)] if isinstance(text, str) and text else []
-
-
-def _tool_result(value: Dict, path: str) -> ToolResult:
-    call_id = value.get("tool_call_id")
-    if not isinstance(call_id, str):
-        raise _error(path, "a message with the role tool needs a tool_call_id")
-    return ToolResult(call_id, _result_content(value.get("content"), path))
 
 
 def _tool_calls(value: Dict, path: str) -> list[Part]:
@@ -80,12 +73,10 @@ def _tool_call(value: object, path: str) -> ToolCall:
 def _make_call(call_id: object, name: object, arguments: object, path: str) -> ToolCall:
     if not isinstance(call_id, str) or not isinstance(name, str):
         raise _error(path, "a tool call needs an id and a name")
-    return ToolCall(call_id, name, arguments if isinstance(arguments, str) else _json(arguments, path))
-
-
-def _json(arguments: object, path: str) -> str:
+    if isinstance(arguments, str):
+        return ToolCall(call_id, name, arguments)
     try:
-        return msgspec.json.encode(arguments).decode()
+        return ToolCall(call_id, name, msgspec.json.encode(arguments).decode())
     except (TypeError, ValueError) as error:
         raise _error(path, f"the arguments cannot be encoded as JSON: {error}") from error
 

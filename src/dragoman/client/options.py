@@ -157,7 +157,7 @@ def _sampling(options: Options) -> Sampling:
 
 
 def _stop_strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    if value is None or isinstance(value, str):
-        return () if value is None else (value,)
-    stops: tuple[str, ...] = _convert(value, tuple[str, ...], "stop")
+    if isinstance(value, str):
+        return (value,)
+    stops: tuple[str, ...] = _convert(() if value is None else value, tuple[str, ...], "stop")
     return stops

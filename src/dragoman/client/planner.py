@@ -1,21 +1,22 @@
 """Decides which calls to try, how to interpret the responses and when to retry, without I/O.
 
-    plan := (Send | Wait)*         a generator that yields the next step and is sent its result
+    Steps := (PlannedCall | Wait | ReadBody)*      a generator that yields the next step and is sent its result
 
 One request may be possible in several ways (`calls`): with different protocols, at different routes. The first route
 that the server supports is remembered and used from then on. Redirects are not followed, so that the API key goes only
 to the configured server (`dragoman.core.urls`).
 """
 
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
+import httpx
 import msgspec
 
-from dragoman.client.call import ClientCall
-from dragoman.client.decompression import ACCEPT_ENCODING
+from dragoman.client.call import MAX_BODY_BYTES, ClientCall
 from dragoman.core.errors import (
     AnswerTimeout,
+    BadAnswer,
     BadRequest,
     ConfigError,
     DragomanError,
@@ -34,46 +35,41 @@ from dragoman.protocols.registry import CLIENT_PROTOCOLS
 from dragoman.protocols.retry import ConnectionFailure, ErrorResponse, Retries
 
 ProtocolName = Literal["auto", "chat", "messages", "responses"]
+ACCEPT_ENCODING = "gzip, deflate"
 ACCEPT_STREAM = "text/event-stream, application/json"
 ANTHROPIC_VERSION = "2023-06-01"
 NO_ROUTE = (NotFound, MethodNotAllowed, NotSupported)
+MAX_ERROR_BYTES = 1024 * 1024
 
 
 class PlannedCall(msgspec.Struct, frozen=True):
-    """An HTTP request. `route` is the name under which the planner remembers that the server supports it."""
+    """An HTTP request to send. The result is an open response or a `FailedAttempt`.
+
+    `route` is the name under which the planner remembers that the server supports it.
+    """
 
     route: str
     method: str
     url: str
     headers: Mapping[str, str]
     body: bytes = b""
-    is_idempotent: bool = True
     client_call: ClientCall | None = None
     """Reads the response if it is a generated reply."""
 
-
-class Send(msgspec.Struct, frozen=True):
-    call: PlannedCall
+    @property
+    def is_idempotent(self) -> bool:
+        return self.client_call is None
 
 
 class Wait(msgspec.Struct, frozen=True):
     seconds: float
 
 
-R = TypeVar("R")
+class ReadBody(msgspec.Struct, frozen=True):
+    """Read the body of a response and close it. The result is the body, and why it is incomplete or an empty string."""
 
-
-class OpenedResponse(msgspec.Struct, Generic[R], frozen=True):
-    """A response whose head has arrived. For an error status, `body` is read and `response` is closed."""
-
-    status: int
-    headers: Mapping[str, str]
-    response: R
-    body: bytes = b""
-
-    @property
-    def is_success(self) -> bool:
-        return 200 <= self.status < 300
+    response: httpx.Response
+    limit: int
 
 
 class FailedAttempt(msgspec.Struct, frozen=True):
@@ -84,7 +80,33 @@ class FailedAttempt(msgspec.Struct, frozen=True):
     timed_out: bool = False
 
 
-CallPlan = Generator[Send | Wait, Any, tuple[PlannedCall, OpenedResponse[R]]]
+T = TypeVar("T")
+S = TypeVar("S")
+Step = PlannedCall | Wait | ReadBody
+Steps = Generator[Step, Any, T]
+
+
+def run_steps(steps: Generator[S, Any, T], perform: Callable[[S], object]) -> T:
+    """Perform each step, send its result to the generator, and return the generator's result."""
+    result: object = None
+    while True:
+        try:
+            step = steps.send(result)
+        except StopIteration as done:
+            value: T = done.value
+            return value
+        result = perform(step)
+
+
+async def run_steps_async(steps: Generator[S, Any, T], perform: Callable[[S], Awaitable[object]]) -> T:
+    result: object = None
+    while True:
+        try:
+            step = steps.send(result)
+        except StopIteration as done:
+            value: T = done.value
+            return value
+        result = await perform(step)
 
 
 class CallPlanner:
@@ -133,11 +155,8 @@ class CallPlanner:
         """Return the protocols to try, in order."""
         if self.protocol is not None:
             return [self.protocol]
-        return (
-            sorted(CLIENT_PROTOCOLS, key=lambda name: name != "messages")
-            if self._is_anthropic
-            else list(CLIENT_PROTOCOLS)
-        )
+        names = list(CLIENT_PROTOCOLS)
+        return sorted(names, key=lambda name: name != "messages") if self._is_anthropic else names
 
     @property
     def _is_anthropic(self) -> bool:
@@ -147,15 +166,7 @@ class CallPlanner:
         """Build the HTTP request of a generation."""
         headers = self.headers(name) | ({"accept": ACCEPT_STREAM} if stream else {})
         body = encode_json(_adapt_body(self.address, client_call.body))
-        return PlannedCall(
-            name,
-            "POST",
-            self.address.api + client_call.path,
-            headers,
-            body,
-            is_idempotent=False,
-            client_call=client_call,
-        )
+        return PlannedCall(name, "POST", self.address.api + client_call.path, headers, body, client_call)
 
     def headers(self, protocol: str) -> dict[str, str]:
         return request_headers(self.address, self._key, protocol) | self._extra
@@ -170,39 +181,49 @@ class CallPlanner:
             return PlannedCall(route, "GET", url, headers)
         return PlannedCall(route, "POST", url, headers, encode_json(body))
 
-    def plan(self, topic: str, calls: Sequence[PlannedCall]) -> CallPlan[R]:
+    def open(self, topic: str, calls: Sequence[PlannedCall]) -> Steps[tuple[PlannedCall, httpx.Response]]:
         """Try the calls in order. Return the first one that the server supports and its response."""
         candidates = [call for call in calls if call.route == self._routes.get(topic)] or calls
         missing: DragomanError | None = None
         for call in candidates:
             try:
-                opened: OpenedResponse[R] = yield from self._send_with_retries(call)
+                response = yield from self._send_with_retries(call)
             except NO_ROUTE as error:
                 if type(error) not in NO_ROUTE or len(candidates) == 1:
                     raise
                 missing = missing or error
                 continue
             self._routes[topic] = call.route
-            return call, opened
+            return call, response
         assert missing is not None
         tried = ", ".join(call.url.removeprefix(self.address.root) for call in candidates)
         not_found = NotFound(f"{self.address.root} has none of the routes {tried}")
         not_found.answered = missing.answered
         raise not_found
 
-    def _send_with_retries(self, call: PlannedCall) -> Generator[Send | Wait, Any, OpenedResponse[R]]:
+    def fetch(self, topic: str, calls: Sequence[PlannedCall]) -> Steps[bytes]:
+        """Return the body of the response to the first call that the server supports."""
+        _, response = yield from self.open(topic, calls)
+        body: bytes
+        body, problem = yield ReadBody(response, MAX_BODY_BYTES)
+        if problem:
+            raise BadAnswer(f"the response is incomplete: {problem}")
+        return body
+
+    def _send_with_retries(self, call: PlannedCall) -> Steps[httpx.Response]:
         attempt = 0
         while True:
             attempt += 1
-            result: OpenedResponse[R] | FailedAttempt = yield Send(call)
+            result: httpx.Response | FailedAttempt = yield call
             if isinstance(result, FailedAttempt):
                 error = self._connection_error(result)
                 delay = self._retries.delay(result.kind, attempt, call.is_idempotent)
             elif result.is_success:
                 return result
             else:
-                error = errors.error_from_response(result.status, result.headers, result.body)
-                refusal = ErrorResponse(result.status, result.headers, isinstance(error, QuotaExhausted))
+                body, _ = yield ReadBody(result, MAX_ERROR_BYTES)
+                error = errors.error_from_response(result.status_code, result.headers, body)
+                refusal = ErrorResponse(result.status_code, result.headers, isinstance(error, QuotaExhausted))
                 delay = self._retries.delay(refusal, attempt, call.is_idempotent)
             if delay is None:
                 raise error

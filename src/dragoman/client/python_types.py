@@ -133,7 +133,7 @@ class PythonTool(msgspec.Struct, frozen=True):
                 result = asyncio.run(_wait_for(result))
             return ToolResult(call.id, _content(result))
         except Exception as error:  # noqa: BLE001 (reported to the model)
-            return _error_result(call, error)
+            return error_result(call, f"{type(error).__name__}: {error}")
 
     async def run_async(self, call: ToolCall) -> ToolResult:
         """Like `run`; a function that is not async runs in a thread."""
@@ -142,7 +142,7 @@ class PythonTool(msgspec.Struct, frozen=True):
         try:
             return ToolResult(call.id, _content(await self.function(**self._read(call.arguments))))
         except Exception as error:  # noqa: BLE001 (reported to the model)
-            return _error_result(call, error)
+            return error_result(call, f"{type(error).__name__}: {error}")
 
     def _read(self, arguments: str) -> dict[str, Any]:
         read = msgspec.convert(msgspec.json.decode(arguments or "{}"), self.arguments, strict=False, dec_hook=_dec_hook)
@@ -153,8 +153,8 @@ async def _wait_for(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _error_result(call: ToolCall, error: Exception) -> ToolResult:
-    return ToolResult(call.id, (Text(f"error: {type(error).__name__}: {error}"[:4000]),), is_error=True)
+def error_result(call: ToolCall, message: str) -> ToolResult:
+    return ToolResult(call.id, (Text(f"error: {message}"[:4000]),), is_error=True)
 
 
 def _content(result: Any) -> tuple[Text | Image, ...]:

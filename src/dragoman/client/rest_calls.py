@@ -1,4 +1,4 @@
-"""Calls that are answered with one JSON body: models, embeddings and token counts."""
+"""Calls that are answered with one JSON body, as steps: models, embeddings and token counts."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from dragoman.client.planner import CallPlanner, PlannedCall
+from dragoman.client.planner import CallPlanner, PlannedCall, Steps
 from dragoman.core.embeddings import Embedding, EmbeddingRequest, Input
 from dragoman.core.errors import BadAnswer, BadRequest
 from dragoman.core.events import Usage
@@ -40,36 +40,31 @@ class Embeddings(msgspec.Struct, frozen=True):
     usage: Usage
 
 
-class EmbeddingResult(msgspec.Struct, frozen=True):
-    """Embeddings in the packed form that engines use."""
-
-    vectors: tuple[Embedding, ...]
-    usage: Usage
-
-    def as_floats(self) -> Embeddings:
-        return Embeddings(tuple(tuple(vector.values) for vector in self.vectors), self.usage)
-
-
-def check_texts(texts: str | Sequence[str]) -> list[str]:
-    checked = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else [texts]
-    if not all(isinstance(text, str) for text in checked):
-        raise BadRequest("texts: expected a string or a list of strings", param="texts")
-    return checked
-
-
 class ModelPage(msgspec.Struct, frozen=True):
     models: tuple[ServerModel, ...]
     next: str | None = None
     """The last name of this page, if there are more pages."""
 
 
-def models_call(planner: CallPlanner, after: str | None = None) -> PlannedCall:
+def list_models(planner: CallPlanner) -> Steps[tuple[ServerModel, ...]]:
+    models: list[ServerModel] = []
+    after: str | None = None
+    while True:
+        body = yield from planner.fetch("models", [_models_call(planner, after)])
+        page = _read_page(body)
+        models += page.models
+        if page.next is None or page.next == after:
+            return tuple(models)
+        after = page.next
+
+
+def _models_call(planner: CallPlanner, after: str | None) -> PlannedCall:
     query = f"?limit={PAGE_SIZE}" + (f"&after_id={quote(after)}" if after else "")
     has_pages = planner.protocol == "messages" or after
     return planner.json_call("models", f"/models{query if has_pages else ''}", protocol=planner.protocol or "chat")
 
 
-def read_models(body: bytes) -> ModelPage:
+def _read_page(body: bytes) -> ModelPage:
     parsed = reply_fields.parse(body)
     entries = parsed.get("data", parsed.get("models")) if isinstance(parsed, dict) else parsed
     if not isinstance(entries, list):
@@ -90,32 +85,41 @@ def _model(entry: dict[str, Any]) -> ServerModel:
     return ServerModel(_name(entry), next((size for size in sizes if isinstance(size, int)), None))
 
 
-def embeddings_call(planner: CallPlanner, texts: Sequence[Input], model: str, dimensions: int | None) -> PlannedCall:
-    request = EmbeddingRequest(tuple(texts), model or planner.model or "", dimensions, listed=True)
-    return planner.json_call("embeddings", embeddings.PATH, embeddings.encode_request(request))
+def embed_texts(
+    planner: CallPlanner, texts: str | Sequence[str], model: str, dimensions: int | None
+) -> Steps[Embeddings]:
+    inputs = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else [texts]
+    if not all(isinstance(text, str) for text in inputs):
+        raise BadRequest("texts: expected a string or a list of strings", param="texts")
+    vectors, usage = yield from embed(planner, inputs, model, dimensions)
+    return Embeddings(tuple(tuple(vector.values) for vector in vectors), usage)
 
 
-def read_embeddings(body: bytes, count: int) -> EmbeddingResult:
-    return EmbeddingResult(*embeddings.decode_reply(body, count))
+def embed(
+    planner: CallPlanner, inputs: Sequence[Input], model: str, dimensions: int | None = None
+) -> Steps[tuple[tuple[Embedding, ...], Usage]]:
+    """Like `embed_texts`, for texts or tokens; the vectors are packed, as engines use them."""
+    request = EmbeddingRequest(tuple(inputs), model or planner.model, dimensions, listed=True)
+    call = planner.json_call("embeddings", embeddings.PATH, embeddings.encode_request(request))
+    body = yield from planner.fetch("embeddings", [call])
+    return embeddings.decode_reply(body, len(inputs))
 
 
-def count_calls(planner: CallPlanner, request: GenerationRequest) -> list[PlannedCall]:
-    """Return the calls of Anthropic, OpenAI and vLLM that count tokens. vLLM's does not support tools."""
+def count_tokens(planner: CallPlanner, request: GenerationRequest) -> Steps[int]:
+    """Count with the route of Anthropic, of OpenAI or of vLLM. vLLM's does not support tools."""
     count = {name: value for name, value in messages.encode(request, False).items() if name != "max_tokens"}
     items = {
         name: value for name, value in responses.encode(request, False).items() if name not in ("store", "include")
     }
-    return [
+    calls = [
         planner.json_call("messages", "/messages/count_tokens", count, protocol="messages"),
         planner.json_call("responses", "/responses/input_tokens", items),
         planner.json_call("tokenize", "/tokenize", chat.encode(request, False), at_root=True),
     ]
-
-
-def read_count(body: bytes) -> int:
+    body = yield from planner.fetch("count", calls)
     parsed = reply_fields.parse_object(body)
     for name in ("input_tokens", "count", "total_tokens"):
-        count = parsed.get(name)
-        if isinstance(count, int):
-            return count
+        tokens = parsed.get(name)
+        if isinstance(tokens, int):
+            return tokens
     raise BadAnswer(f"the server sent no token count: {reply_fields.excerpt(body)!r}")

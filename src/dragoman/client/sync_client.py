@@ -5,26 +5,25 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
 import httpx
 
 from dragoman.client import http_settings, rest_calls
-from dragoman.client.call import MAX_BODY_BYTES, MAX_ERROR_BYTES, ReplyCollector
-from dragoman.client.decompression import decompressor
+from dragoman.client.call import ReplyCollector
 from dragoman.client.options import ClientRequest, Messages, Options, build_request
 from dragoman.client.planner import (
-    CallPlan,
     CallPlanner,
     FailedAttempt,
-    OpenedResponse,
     PlannedCall,
     ProtocolName,
-    Wait,
+    ReadBody,
+    Step,
+    run_steps,
 )
 from dragoman.client.rest_calls import Embeddings, ServerModel
-from dragoman.client.tool_loop import DEFAULT_STEPS, Invocation, Outcome, run_steps
-from dragoman.core.errors import BadAnswer, DragomanError, Unreachable
+from dragoman.client.tool_loop import DEFAULT_STEPS, Invocation, LoopStep, Outcome, run_tool_loop
+from dragoman.core.errors import DragomanError, Unreachable
 from dragoman.core.events import Event
 from dragoman.core.reply import Reply
 from dragoman.core.request import ToolResult
@@ -112,36 +111,22 @@ class Client:
 
         With `on_event` every reply is streamed; the callback receives its events and the results of the calls.
         """
-        loop = run_steps(build_request(messages, self._planner.model, options), steps)
-        step = next(loop)
-        while True:
-            result: Any = (
-                self._run_turn(step, on_event) if isinstance(step, ClientRequest) else _run_calls(step, on_event)
-            )
-            try:
-                step = loop.send(result)
-            except StopIteration as done:
-                outcome: Outcome = done.value
-                return outcome
+
+        def perform(step: LoopStep) -> object:
+            return self._run_turn(step, on_event) if isinstance(step, ClientRequest) else _run_calls(step, on_event)
+
+        request = build_request(messages, self._planner.model, options)
+        return run_steps(run_tool_loop(request, steps), perform)
 
     def embed(self, texts: str | Sequence[str], *, model: str = "", dimensions: int | None = None) -> Embeddings:
-        inputs = rest_calls.check_texts(texts)
-        body = self._read_json("embeddings", [rest_calls.embeddings_call(self._planner, inputs, model, dimensions)])
-        return rest_calls.read_embeddings(body, len(inputs)).as_floats()
+        return run_steps(rest_calls.embed_texts(self._planner, texts, model, dimensions), self._perform)
 
     def models(self) -> tuple[ServerModel, ...]:
-        models: list[ServerModel] = []
-        after: str | None = None
-        while True:
-            page = rest_calls.read_models(self._read_json("models", [rest_calls.models_call(self._planner, after)]))
-            models += page.models
-            if page.next is None or page.next == after:
-                return tuple(models)
-            after = page.next
+        return run_steps(rest_calls.list_models(self._planner), self._perform)
 
     def count_tokens(self, messages: Messages, **options: Unpack[Options]) -> int:
         request = build_request(messages, self._planner.model, options).request
-        return rest_calls.read_count(self._read_json("count", rest_calls.count_calls(self._planner, request)))
+        return run_steps(rest_calls.count_tokens(self._planner, request), self._perform)
 
     def close(self) -> None:
         self._http.close()
@@ -174,12 +159,11 @@ class Client:
     def _batches(
         self, request: ClientRequest, collector: ReplyCollector, stream: bool, check_calls: bool
     ) -> Generator[Sequence[Event], None, None]:
-        call, opened = self._open(
-            "generate", self._planner.generation_calls(request.request, stream=stream, check_calls=check_calls)
-        )
-        client_call, response = call.client_call, opened.response
+        calls = self._planner.generation_calls(request.request, stream=stream, check_calls=check_calls)
+        call, response = run_steps(self._planner.open("generate", calls), self._perform)
+        client_call = call.client_call
         assert client_call is not None
-        client_call.head(opened.status, opened.headers)
+        client_call.head(response.headers)
         try:
             chunks = _iter_chunks(response)
             try:
@@ -199,62 +183,40 @@ class Client:
         finally:
             response.close()
 
-    def _open(self, topic: str, calls: Sequence[PlannedCall]) -> tuple[PlannedCall, OpenedResponse[httpx.Response]]:
-        """Return the first call that the server supports and its response, after the headers have arrived."""
-        plan: CallPlan[httpx.Response] = self._planner.plan(topic, calls)
-        step = next(plan)
-        while True:
-            result: object = None
-            if isinstance(step, Wait):
-                time.sleep(step.seconds)
-            else:
-                result = self._send(step.call)
-            try:
-                step = plan.send(result)
-            except StopIteration as done:
-                opened: tuple[PlannedCall, OpenedResponse[httpx.Response]] = done.value
-                return opened
+    def _perform(self, step: Step) -> object:
+        if isinstance(step, PlannedCall):
+            return self._send(step)
+        if isinstance(step, ReadBody):
+            return _read_body(step)
+        time.sleep(step.seconds)
+        return None
 
-    def _send(self, call: PlannedCall) -> OpenedResponse[httpx.Response] | FailedAttempt:
+    def _send(self, call: PlannedCall) -> httpx.Response | FailedAttempt:
         if self._http.is_closed:
             raise Unreachable("this client has been closed")
         request = self._http.build_request(call.method, call.url, headers=call.headers, content=call.body)
         try:
-            response = self._http.send(request, stream=True)
+            return self._http.send(request, stream=True)
         except httpx.HTTPError as error:
             return http_settings.failed_attempt(error)
-        headers = dict(response.headers)
-        if response.is_success:
-            return OpenedResponse(response.status_code, headers, response)
-        with closing(response):
-            body, _ = _read_body(response, MAX_ERROR_BYTES)
-            return OpenedResponse(response.status_code, headers, response, body)
-
-    def _read_json(self, topic: str, calls: Sequence[PlannedCall]) -> bytes:
-        _, opened = self._open(topic, calls)
-        with closing(opened.response) as response:
-            body, problem = _read_body(response, MAX_BODY_BYTES)
-        if problem:
-            raise BadAnswer(f"the response is incomplete: {problem}")
-        return body
 
 
 def _iter_chunks(response: httpx.Response) -> Iterator[bytes]:
-    decompress = decompressor(response.headers)
+    decompress = http_settings.decompressor(response.headers)
     raw = response.iter_raw()
     return raw if decompress is None else (chunk for data in raw for chunk in decompress(data))
 
 
-def _read_body(response: httpx.Response, limit: int) -> tuple[bytes, str]:
-    """Return the body, and why it is incomplete, or an empty string."""
+def _read_body(step: ReadBody) -> tuple[bytes, str]:
     body = bytearray()
-    try:
-        for chunk in _iter_chunks(response):
-            body += chunk
-            if len(body) > limit:
-                return bytes(body), f"it is larger than {limit} bytes"
-    except httpx.HTTPError as error:
-        return bytes(body), http_settings.describe(error)
+    with closing(step.response):
+        try:
+            for chunk in _iter_chunks(step.response):
+                body += chunk
+                if len(body) > step.limit:
+                    return bytes(body), f"it is larger than {step.limit} bytes"
+        except httpx.HTTPError as error:
+            return bytes(body), http_settings.describe(error)
     return bytes(body), ""
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 
 from dragoman.client.options import ClientRequest
-from dragoman.client.python_types import PythonTool
+from dragoman.client.python_types import PythonTool, error_result
 from dragoman.core.errors import StepLimitReached
 from dragoman.core.events import Usage, total_usage
 from dragoman.core.reply import Reply
-from dragoman.core.request import Message, Text, ToolCall, ToolResult
+from dragoman.core.request import Message, ToolCall, ToolResult
 from dragoman.protocols.json_body import is_object
 
 DEFAULT_STEPS = 10
@@ -51,19 +51,17 @@ class Invocation(msgspec.Struct, frozen=True):
     error: str = ""
 
     def run(self) -> ToolResult:
-        return self._error_result() if self.tool is None or self.error else self.tool.run(self.call)
+        return error_result(self.call, self.error) if self.tool is None else self.tool.run(self.call)
 
     async def run_async(self) -> ToolResult:
-        return self._error_result() if self.tool is None or self.error else await self.tool.run_async(self.call)
-
-    def _error_result(self) -> ToolResult:
-        return ToolResult(self.call.id, (Text(f"error: {self.error}"),), is_error=True)
+        return error_result(self.call, self.error) if self.tool is None else await self.tool.run_async(self.call)
 
 
-ToolLoop = Generator[ClientRequest | tuple[Invocation, ...], Any, Outcome]
+LoopStep = ClientRequest | tuple[Invocation, ...]
+"""The result of a request is its reply, that of calls the list of their results."""
 
 
-def run_steps(client_request: ClientRequest, steps: int = DEFAULT_STEPS) -> ToolLoop:
+def run_tool_loop(client_request: ClientRequest, steps: int) -> Generator[LoopStep, Any, Outcome]:
     _check(client_request, steps)
     messages = client_request.request.messages
     usages: list[Usage] = []
@@ -106,5 +104,5 @@ def _invocation(call: ToolCall, functions: Mapping[str, PythonTool]) -> Invocati
         available = ", ".join(functions) or "none"
         return Invocation(call, None, f"unknown tool {call.name!r:.100}; available: {available}")
     if not is_object(call.arguments):
-        return Invocation(call, tool, f"the arguments are not a JSON object: {call.arguments[:500]}")
+        return Invocation(call, None, f"the arguments are not a JSON object: {call.arguments[:500]}")
     return Invocation(call, tool)

@@ -98,14 +98,10 @@ class LoadResult(msgspec.Struct, frozen=True):
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Return the percentile with linear interpolation."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+    # Imported late to keep the start of other commands fast.
+    import numpy
+
+    return float(numpy.percentile(values, percent)) if values else None
 
 
 def summarize(concurrency: int, samples: Sequence[Sample], seconds: float, late: Sequence[float]) -> Level:

@@ -238,12 +238,12 @@ class UpstreamEngine(Engine):
 
     def embed_function_for(self, model: str) -> Callable[[Sequence[Input]], Awaitable[Sequence[Embedding]]]:
         async def embed(inputs: Sequence[Input]) -> Sequence[Embedding]:
-            made = await self._ask(
+            vectors, usage = await self._ask(
                 "does not support embeddings", model, lambda server, name: server.embed(inputs, name)
             )
             # Servers report the tokens of all inputs together.
-            first, *others = made.vectors
-            return [Embedding(first.vector, made.usage.prompt), *others]
+            first, *others = vectors
+            return [Embedding(first.vector, usage.prompt), *others]
 
         return embed
 

@@ -21,13 +21,13 @@ import httpx
 import msgspec
 
 from dragoman.client import http_settings, rest_calls
-from dragoman.client.async_transport import AsyncTransport, OpenedHttpxResponse
+from dragoman.client.async_transport import AsyncTransport
 from dragoman.client.call import ClientCall
 from dragoman.client.http_transport import HttpTransport
 from dragoman.client.planner import CallPlanner, PlannedCall
-from dragoman.client.rest_calls import EmbeddingResult, ServerModel
+from dragoman.client.rest_calls import ServerModel
 from dragoman.core import loop_guard
-from dragoman.core.embeddings import Input
+from dragoman.core.embeddings import Embedding, Input
 from dragoman.core.errors import (
     ContextTooLong,
     DragomanError,
@@ -37,7 +37,7 @@ from dragoman.core.errors import (
     NotSupported,
     UnsupportedParameter,
 )
-from dragoman.core.events import Event, Finished, Listener, Started
+from dragoman.core.events import Event, Finished, Listener, Started, Usage
 from dragoman.core.features import SAMPLING_FEATURES, Feature
 from dragoman.core.request import GenerationRequest, Sampling, Thinking
 from dragoman.core.urls import find_secrets, redact_secrets, remove_credentials
@@ -146,7 +146,7 @@ class UpstreamServer:
         if options.proxy is not None and self.planner.address.is_tls:
             # Like HttpTransport, use only the certificates of the environment.
             settings |= {"verify": httpx.create_ssl_context()}
-        self._transport = AsyncTransport(self.planner, httpx.AsyncClient(**settings))
+        self._transport = AsyncTransport(httpx.AsyncClient(**settings))
         self._rejected: defaultdict[str, set[str]] = defaultdict(set)
         """Rejected features by model."""
         self._secrets = find_secrets(server.url, key)
@@ -167,8 +167,8 @@ class UpstreamServer:
 
     async def probe(self) -> None:
         """Check that the server answers, and update its models."""
-        body = await self._transport.json("models", [rest_calls.models_call(self.planner)])
-        self.models = {model.name.lower(): model for model in rest_calls.read_models(body).models}
+        models = await self._transport.run(rest_calls.list_models(self.planner))
+        self.models = {model.name.lower(): model for model in models}
 
     async def generate(self, request: GenerationRequest, listener: TrackedListener) -> None:
         attempt, response = await self._send(request)
@@ -176,14 +176,15 @@ class UpstreamServer:
         listener.ignored = attempt.ignored
         await self._transport.deliver(attempt.call.client_call, response, listener)
 
-    async def _send(self, request: GenerationRequest) -> tuple[Attempt, OpenedHttpxResponse]:
+    async def _send(self, request: GenerationRequest) -> tuple[Attempt, httpx.Response]:
         """Send the request, and again without each feature that the server rejects."""
         rejected = self._rejected[request.model]
         topic = "completions" if request.prompts else "generate"
         for _ in range(MAX_ATTEMPTS):
             attempts = self._build_attempts(request, rejected)
             try:
-                call, response = await self._transport.open(topic, [attempt.call for attempt in attempts])
+                steps = self.planner.open(topic, [attempt.call for attempt in attempts])
+                call, response = await self._transport.run(steps)
             except NO_ROUTE as error:
                 if type(error) in NO_ROUTE and request.prompts:
                     raise unsupported(request, Feature.COMPLETION) from error
@@ -221,14 +222,12 @@ class UpstreamServer:
             client_call.body.pop("stream_options", None)
         return Attempt(self.planner.build_call(protocol.name, client_call, stream=True), ignored)
 
-    async def embed(self, inputs: Sequence[Input], model: str) -> EmbeddingResult:
-        body = await self._transport.json("embeddings", [rest_calls.embeddings_call(self.planner, inputs, model, None)])
-        return rest_calls.read_embeddings(body, len(inputs))
+    async def embed(self, inputs: Sequence[Input], model: str) -> tuple[tuple[Embedding, ...], Usage]:
+        return await self._transport.run(rest_calls.embed(self.planner, inputs, model))
 
     async def count_tokens(self, request: GenerationRequest) -> int:
         unlabelled = msgspec.structs.replace(request, labels={})
-        calls = rest_calls.count_calls(self.planner, unlabelled)
-        return rest_calls.read_count(await self._transport.json("count", calls))
+        return await self._transport.run(rest_calls.count_tokens(self.planner, unlabelled))
 
 
 async def _add_loop_header(engine_id: str, request: httpx.Request) -> None:
