@@ -77,7 +77,7 @@ def test_messages(value: dict[str, Any], expected: Message) -> None:
 @pytest.mark.parametrize("value", TOOLS)
 def test_tools(value: dict[str, Any]) -> None:
     assert message_dicts.tool(value, "tools[0]") == TOOL
-    request = build_request("hello", "m", {"tools": [value], "tool_choice": "f"}).request
+    request = build_request("hello", {"tools": [value], "tool_choice": "f"}).request
     assert (request.tools, request.tool_choice.name) == ((TOOL,), "f")
 
 
@@ -110,4 +110,4 @@ def test_invalid_messages(value: dict[str, Any], path: str) -> None:
 @pytest.mark.parametrize("value", [{}, {"type": "web_search"}, {"name": "f", "parameters": 5}, {"name": ""}])
 def test_invalid_tools(value: dict[str, Any]) -> None:
     with pytest.raises(BadRequest, match=r"tools\[0\]"):
-        build_request("hello", "m", {"tools": [value]})
+        build_request("hello", {"tools": [value]})

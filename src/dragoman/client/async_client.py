@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Self, Unpack
@@ -9,9 +10,10 @@ from typing import Self, Unpack
 import httpx
 
 from dragoman.client import http_settings, rest_calls
+from dragoman.client.addresses import find_server
 from dragoman.client.async_transport import AsyncTransport
 from dragoman.client.call import ReplyCollector
-from dragoman.client.options import ClientRequest, Messages, Options, build_request
+from dragoman.client.options import ClientRequest, Messages, Options, build_request, check_options
 from dragoman.client.planner import CallPlanner, ProtocolName, run_steps_async
 from dragoman.client.rest_calls import Embeddings, ServerModel
 from dragoman.client.tool_loop import DEFAULT_STEPS, Invocation, LoopStep, Outcome, run_tool_loop
@@ -19,7 +21,6 @@ from dragoman.core.errors import DragomanError
 from dragoman.core.events import Event
 from dragoman.core.reply import Reply
 from dragoman.core.request import ToolResult
-from dragoman.core.urls import DEFAULT
 from dragoman.protocols.retry import Retries
 
 AsyncEventCallback = Callable[[Event | ToolResult], Awaitable[object] | object]
@@ -59,9 +60,8 @@ class AsyncClient:
 
     def __init__(
         self,
-        url: str = DEFAULT,
+        url: str | None = None,
         *,
-        model: str = "",
         api_key: str | None = None,
         protocol: ProtocolName = "auto",
         timeout: float = 600,
@@ -69,9 +69,17 @@ class AsyncClient:
         retries: int | Retries = 2,
         headers: Mapping[str, str] | None = None,
         http: httpx.AsyncClient | None = None,
+        **defaults: Unpack[Options],
     ) -> None:
+        self._defaults = check_options(defaults)
+        url, api_key = find_server(url, api_key, os.environ)
         self._planner = CallPlanner(
-            url, model=model, api_key=api_key, protocol=protocol, retries=retries, extra_headers=headers
+            url,
+            model=defaults.get("model") or "",
+            api_key=api_key,
+            protocol=protocol,
+            retries=retries,
+            extra_headers=headers,
         )
         settings = http_settings.client_settings(self._planner.address, timeout, connect_timeout)
         self._transport = AsyncTransport(http or httpx.AsyncClient(**settings))
@@ -82,10 +90,10 @@ class AsyncClient:
         return self._planner.protocol
 
     async def complete(self, messages: Messages, **options: Unpack[Options]) -> Reply:
-        return await self._complete(build_request(messages, self._planner.model, options))
+        return await self._complete(build_request(messages, {**self._defaults, **options}))
 
     def stream(self, messages: Messages, **options: Unpack[Options]) -> AsyncStream:
-        return self._stream(build_request(messages, self._planner.model, options))
+        return self._stream(build_request(messages, {**self._defaults, **options}))
 
     async def run(
         self,
@@ -102,7 +110,7 @@ class AsyncClient:
                 return await self._run_turn(step, on_event)
             return await _run_calls(step, on_event)
 
-        request = build_request(messages, self._planner.model, options)
+        request = build_request(messages, {**self._defaults, **options})
         return await run_steps_async(run_tool_loop(request, steps), perform)
 
     async def embed(self, texts: str | Sequence[str], *, model: str = "", dimensions: int | None = None) -> Embeddings:
@@ -112,7 +120,7 @@ class AsyncClient:
         return await self._transport.run(rest_calls.list_models(self._planner))
 
     async def count_tokens(self, messages: Messages, **options: Unpack[Options]) -> int:
-        request = build_request(messages, self._planner.model, options).request
+        request = build_request(messages, {**self._defaults, **options}).request
         return await self._transport.run(rest_calls.count_tokens(self._planner, request))
 
     async def aclose(self) -> None:
@@ -149,6 +157,7 @@ class AsyncClient:
         calls = self._planner.generation_calls(request.request, stream=stream, check_calls=check_calls)
         call, response = await self._transport.run(self._planner.open("generate", calls))
         assert call.client_call is not None
+        collector.client_call = call.client_call
         try:
             async with aclosing(self._transport.events(call.client_call, response)) as events:
                 async for batch in events:

@@ -70,6 +70,18 @@ class ClientCall:
         """Whether the reply is complete or has failed."""
         return self._reader.finished or self._failure is not None
 
+    def describe(self, reply: Reply) -> Reply:
+        """Add to the reply what its events do not contain."""
+        reader = self._reader
+        return msgspec.structs.replace(
+            reply,
+            id=reader.id,
+            model=reader.model,
+            raw=reader.raw,
+            unknown_parts=tuple(reader.unknown_parts),
+            unknown_reason=reader.unknown_reason,
+        )
+
     def head(self, headers: Mapping[str, str]) -> None:
         """Set the headers, whose names are in lower case, of a response with a status of 2xx."""
         self._headers = headers
@@ -196,6 +208,7 @@ class ReplyCollector:
         self._output_type = output_type
         self._builder = ReplyBuilder()
         self._is_complete = False
+        self.client_call: ClientCall | None = None
 
     def add(self, events: Sequence[Event]) -> Sequence[Event]:
         self._builder.add(0, events)
@@ -214,6 +227,8 @@ class ReplyCollector:
             self.attach_to(incomplete)
             raise incomplete
         reply = self._builder.reply()
+        if self.client_call is not None:
+            reply = self.client_call.describe(reply)
         if self._output_type is None or (reply.tool_calls and not reply.text):
             return reply
         try:

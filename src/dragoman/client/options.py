@@ -33,7 +33,8 @@ ToolOption = Tool | Mapping[str, Any] | Callable[..., Any]
 
 
 class Options(TypedDict, total=False):
-    """`tool_choice` is auto, none, required or the name of a tool. `output_schema` is a JSON schema or a type."""
+    """`tool_choice` is auto, none, required or the name of a tool. `output_schema` is a JSON schema or a type, alone or
+    in `{"name": …, "schema": …, "strict": …}`."""
 
     model: str
     tools: Sequence[ToolOption]
@@ -61,10 +62,15 @@ class ClientRequest(msgspec.Struct, frozen=True):
     functions: Mapping[str, PythonTool] = {}
 
 
-def build_request(messages: Messages, model: str, options: Options) -> ClientRequest:
+def check_options(options: Options) -> Options:
     unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:
         raise TypeError(f"unknown option {', '.join(unknown)}; available: {', '.join(Options.__annotations__)}")
+    return options
+
+
+def build_request(messages: Messages, options: Options) -> ClientRequest:
+    check_options(options)
     given_tools = options.get("tools") or ()
     python_tools = [tool_from_function(tool) for tool in given_tools if not isinstance(tool, Tool | Mapping)]
     functions = {tool.tool.name: tool for tool in python_tools}
@@ -72,7 +78,7 @@ def build_request(messages: Messages, model: str, options: Options) -> ClientReq
     output = None if schema is None else output_type_of(schema)
     tools = tuple(_tool(tool, functions, f"tools[{at}]") for at, tool in enumerate(given_tools))
     request = GenerationRequest(
-        model=_convert(options.get("model") or model, str, "model"),
+        model=_convert(options.get("model") or "", str, "model"),
         messages=build_messages(messages),
         tools=tools,
         tool_choice=_tool_choice(options.get("tool_choice"), tools),

@@ -3,11 +3,13 @@
     Steps := (PlannedCall | Wait | ReadBody)*      a generator that yields the next step and is sent its result
 
 One request may be possible in several ways (`calls`): with different protocols, at different routes. The first route
-that the server supports is remembered and used from then on. Redirects are not followed, so that the API key goes only
-to the configured server (`dragoman.core.urls`).
+that the server supports is remembered and used from then on. So is whether it accepts `stream_options`: a server that
+rejects a request with it, and names no other field, is asked once more without it. Redirects are not followed, so that
+the API key goes only to the configured server (`dragoman.core.urls`).
 """
 
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+import re
+from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import httpx
@@ -40,6 +42,7 @@ ACCEPT_STREAM = "text/event-stream, application/json"
 ANTHROPIC_VERSION = "2023-06-01"
 NO_ROUTE = (NotFound, MethodNotAllowed, NotSupported)
 MAX_ERROR_BYTES = 1024 * 1024
+UNKNOWN_FIELD_STATUSES = (400, 422)
 
 
 class PlannedCall(msgspec.Struct, frozen=True):
@@ -130,6 +133,8 @@ class CallPlanner:
         self._extra = {name.lower(): value for name, value in (extra_headers or {}).items()}
         self._routes: dict[str, str] = {} if protocol == "auto" else {"generate": protocol}
         """The supported route of each topic."""
+        self._accepts_stream_options: bool | None = None
+        """None until known."""
 
     @property
     def protocol(self) -> str | None:
@@ -165,11 +170,17 @@ class CallPlanner:
     def build_call(self, name: str, client_call: ClientCall, stream: bool) -> PlannedCall:
         """Build the HTTP request of a generation."""
         headers = self.headers(name) | ({"accept": ACCEPT_STREAM} if stream else {})
+        if self._accepts_stream_options is False:
+            client_call.body.pop("stream_options", None)
         body = encode_json(_adapt_body(self.address, client_call.body))
         return PlannedCall(name, "POST", self.address.api + client_call.path, headers, body, client_call)
 
     def headers(self, protocol: str) -> dict[str, str]:
         return request_headers(self.address, self._key, protocol) | self._extra
+
+    def forget_rejections(self) -> None:
+        """Called when the server may have been replaced."""
+        self._accepts_stream_options = None
 
     def json_call(
         self, route: str, path: str, body: object = None, *, protocol: str = "chat", at_root: bool = False
@@ -187,7 +198,7 @@ class CallPlanner:
         missing: DragomanError | None = None
         for call in candidates:
             try:
-                response = yield from self._send_with_retries(call)
+                response = yield from self._send(call)
             except NO_ROUTE as error:
                 if type(error) not in NO_ROUTE or len(candidates) == 1:
                     raise
@@ -209,6 +220,31 @@ class CallPlanner:
         if problem:
             raise BadAnswer(f"the response is incomplete: {problem}")
         return body
+
+    def _send(self, call: PlannedCall) -> Steps[httpx.Response]:
+        has_options = call.client_call is not None and "stream_options" in call.client_call.body
+        try:
+            response = yield from self._send_with_retries(call)
+        except DragomanError as error:
+            if not has_options or not self._may_reject_stream_options(call, error):
+                raise
+            response = yield from self._send_with_retries(self._without_stream_options(call))
+            self._accepts_stream_options = False
+            return response
+        if has_options:
+            self._accepts_stream_options = True
+        return response
+
+    def _may_reject_stream_options(self, call: PlannedCall, error: DragomanError) -> bool:
+        assert call.client_call is not None
+        if error.answered is not None and names_field(error, ["stream_options"]):
+            return True
+        return self._accepts_stream_options is None and is_unexplained(error, call.client_call.body)
+
+    def _without_stream_options(self, call: PlannedCall) -> PlannedCall:
+        assert call.client_call is not None
+        del call.client_call.body["stream_options"]
+        return msgspec.structs.replace(call, body=encode_json(_adapt_body(self.address, call.client_call.body)))
 
     def _send_with_retries(self, call: PlannedCall) -> Steps[httpx.Response]:
         attempt = 0
@@ -235,6 +271,20 @@ class CallPlanner:
         if failed.kind == "unreached":
             return Unreachable(f"cannot connect to {self.address.root}: {failed.reason}")
         return Unreachable(f"{self.address.root} closed the connection before it answered: {failed.reason}")
+
+
+def names_field(error: DragomanError, fields: Collection[str]) -> bool:
+    """Whether the error names one of the fields, as its parameter or in its message."""
+    param = re.split(r"[.\[]", error.param or "")[0]
+    return param in fields or any(re.search(rf"\b{re.escape(field)}\b", error.message) for field in fields)
+
+
+def is_unexplained(error: DragomanError, sent_fields: Collection[str]) -> bool:
+    """Whether the server rejected the request without naming a field of it: perhaps because of an unknown field."""
+    answered = error.answered
+    if answered is None or answered.status not in UNKNOWN_FIELD_STATUSES:
+        return False
+    return type(error) in (BadRequest, UnsupportedParameter) and not names_field(error, sent_fields)
 
 
 def request_headers(address: ServerAddress, key: str | None, protocol: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Builds JSON schemas from Python types and functions, and converts model output back to Python objects.
 
-    output := JSON schema | dataclass | msgspec.Struct | any other type that msgspec supports | pydantic model
+    output := type | {name?, schema: type, strict?}, also as OpenAI's {type: "json_schema", json_schema: {…}}
+    type   := JSON schema | dataclass | msgspec.Struct | any other type that msgspec supports | pydantic model
     tool   := function with type hints; its docstring describes the function and its parameters:
               "Args:" and "  name: text", or ":param name: text", or Annotated[type, "text"]
 
@@ -28,6 +29,8 @@ class OutputType(msgspec.Struct, frozen=True):
     name: str
     schema: Mapping[str, Any]
     decode: Callable[[str], Any]
+    strict: bool | None = None
+    """None: if the schema allows it."""
 
     def read(self, text: str) -> Any:
         """Convert a reply. Models without guided decoding often wrap their JSON in a code block."""
@@ -36,11 +39,20 @@ class OutputType(msgspec.Struct, frozen=True):
 
     @property
     def is_strict(self) -> bool:
-        """Whether the schema meets OpenAI's conditions for strict mode."""
-        return _is_strict(self.schema)
+        """As requested, or else whether the schema meets OpenAI's conditions for strict mode."""
+        return _is_strict(self.schema) if self.strict is None else self.strict
+
+
+WRAPPER_FIELDS = frozenset({"name", "description", "schema", "strict"})
 
 
 def output_type_of(value: Any) -> OutputType:
+    if isinstance(value, Mapping) and isinstance(value.get("json_schema"), Mapping):
+        return output_type_of(value["json_schema"])
+    if isinstance(value, Mapping) and "schema" in value and value.keys() <= WRAPPER_FIELDS:
+        inner = output_type_of(value["schema"])
+        name, strict = value.get("name"), value.get("strict")
+        return msgspec.structs.replace(inner, name=inner.name if name is None else _name(name), strict=strict)
     if isinstance(value, Mapping):
         return OutputType(_name(value.get("title")), value, msgspec.json.decode)
     if _is_pydantic(value):

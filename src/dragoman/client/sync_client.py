@@ -1,5 +1,6 @@
 """The synchronous client."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -10,8 +11,9 @@ from typing import Self, Unpack
 import httpx
 
 from dragoman.client import http_settings, rest_calls
+from dragoman.client.addresses import find_server
 from dragoman.client.call import ReplyCollector
-from dragoman.client.options import ClientRequest, Messages, Options, build_request
+from dragoman.client.options import ClientRequest, Messages, Options, build_request, check_options
 from dragoman.client.planner import (
     CallPlanner,
     FailedAttempt,
@@ -27,7 +29,6 @@ from dragoman.core.errors import DragomanError, Unreachable
 from dragoman.core.events import Event
 from dragoman.core.reply import Reply
 from dragoman.core.request import ToolResult
-from dragoman.core.urls import DEFAULT
 from dragoman.protocols.retry import Retries
 
 EventCallback = Callable[[Event | ToolResult], object]
@@ -65,14 +66,14 @@ class Client:
     """A client for one server. Threads may share a client and its connections.
 
     `timeout` limits how long the server may be silent, in seconds. `retries` limits how often a request is repeated;
-    only requests that cannot have run are repeated.
+    only requests that cannot have run are repeated. `defaults` are options for all calls. Without `url`, the server and
+    its key come from the environment (`client.addresses`).
     """
 
     def __init__(
         self,
-        url: str = DEFAULT,
+        url: str | None = None,
         *,
-        model: str = "",
         api_key: str | None = None,
         protocol: ProtocolName = "auto",
         timeout: float = 600,
@@ -80,9 +81,17 @@ class Client:
         retries: int | Retries = 2,
         headers: Mapping[str, str] | None = None,
         http: httpx.Client | None = None,
+        **defaults: Unpack[Options],
     ) -> None:
+        self._defaults = check_options(defaults)
+        url, api_key = find_server(url, api_key, os.environ)
         self._planner = CallPlanner(
-            url, model=model, api_key=api_key, protocol=protocol, retries=retries, extra_headers=headers
+            url,
+            model=defaults.get("model") or "",
+            api_key=api_key,
+            protocol=protocol,
+            retries=retries,
+            extra_headers=headers,
         )
         self._http = http or httpx.Client(
             **http_settings.client_settings(self._planner.address, timeout, connect_timeout)
@@ -94,10 +103,10 @@ class Client:
         return self._planner.protocol
 
     def complete(self, messages: Messages, **options: Unpack[Options]) -> Reply:
-        return self._complete(build_request(messages, self._planner.model, options))
+        return self._complete(build_request(messages, {**self._defaults, **options}))
 
     def stream(self, messages: Messages, **options: Unpack[Options]) -> Stream:
-        return self._stream(build_request(messages, self._planner.model, options))
+        return self._stream(build_request(messages, {**self._defaults, **options}))
 
     def run(
         self,
@@ -115,7 +124,7 @@ class Client:
         def perform(step: LoopStep) -> object:
             return self._run_turn(step, on_event) if isinstance(step, ClientRequest) else _run_calls(step, on_event)
 
-        request = build_request(messages, self._planner.model, options)
+        request = build_request(messages, {**self._defaults, **options})
         return run_steps(run_tool_loop(request, steps), perform)
 
     def embed(self, texts: str | Sequence[str], *, model: str = "", dimensions: int | None = None) -> Embeddings:
@@ -125,7 +134,7 @@ class Client:
         return run_steps(rest_calls.list_models(self._planner), self._perform)
 
     def count_tokens(self, messages: Messages, **options: Unpack[Options]) -> int:
-        request = build_request(messages, self._planner.model, options).request
+        request = build_request(messages, {**self._defaults, **options}).request
         return run_steps(rest_calls.count_tokens(self._planner, request), self._perform)
 
     def close(self) -> None:
@@ -163,6 +172,7 @@ class Client:
         call, response = run_steps(self._planner.open("generate", calls), self._perform)
         client_call = call.client_call
         assert client_call is not None
+        collector.client_call = client_call
         client_call.head(response.headers)
         try:
             chunks = _iter_chunks(response)

@@ -1,7 +1,7 @@
 """Replies: the collected events of a stream, and the rate limits reported with them."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -57,12 +57,20 @@ class Choice(msgspec.Struct, frozen=True):
 class Reply(msgspec.Struct, frozen=True):
     """`output` is the text decoded to the requested type, if one was requested.
 
-    The properties are those of the first choice.
+    The properties are those of the first choice. The other fields are set by clients only.
     """
 
     choices: tuple[Choice, ...]
     usage: Usage
     output: Any = None
+    id: str = ""
+    model: str = ""
+    raw: Mapping[str, Any] | None = None
+    """The JSON body of the response; None if it was streamed."""
+    unknown_parts: tuple[Any, ...] = ()
+    """Parts of the content that are not text, reasoning or tool calls, as the server sent them."""
+    unknown_reason: str | None = None
+    """The server's finish reason, if it is none of `FinishReason`."""
 
     @property
     def text(self) -> str:
@@ -77,8 +85,8 @@ class Reply(msgspec.Struct, frozen=True):
         return self.choices[0].tool_calls
 
     @property
-    def reason(self) -> FinishReason:
-        return self.choices[0].reason
+    def reason(self) -> FinishReason | str:
+        return self.unknown_reason or self.choices[0].reason
 
     @property
     def is_counted(self) -> bool:

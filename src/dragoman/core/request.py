@@ -47,6 +47,11 @@ class ToolCall(msgspec.Struct, frozen=True, tag="tool_call"):
     name: str
     arguments: str
 
+    @property
+    def parsed_arguments(self) -> dict[str, Any]:
+        """The arguments as a dict. Raises `msgspec.DecodeError` if they are not a JSON object."""
+        return msgspec.json.decode(self.arguments or "{}", type=dict[str, Any])
+
 
 class ToolResult(msgspec.Struct, frozen=True, tag="tool_result"):
     call_id: str

@@ -12,7 +12,8 @@ Rules
 1. If several names are present, the first in the list counts. Some servers send the same text in two fields.
 2. Anthropic's `input_tokens` exclude tokens read from or written to a cache, and llama.cpp's `prompt_n` excludes tokens
    read from it. Here the prompt includes both.
-3. A usage without prompt and completion counts is ignored.
+3. A usage without prompt and completion counts is ignored. Counts may be text.
+4. Lethean's server sends `thought` beside `choices`, not in a message.
 """
 
 import itertools
@@ -108,6 +109,12 @@ def _reasoning(message: Mapping[str, Any]) -> str:
             return value if isinstance(value, str) else "".join(text for _, text in content(value))
     details = [object_of(detail) for detail in list_of(message.get("reasoning_details"))]
     return "".join(text_of(detail.get("text") or detail.get("summary")) for detail in details)
+
+
+def unknown_parts(content: object) -> list[Any]:
+    """The parts of a content that have neither text nor reasoning, such as audio or citations."""
+    parts = [part for part in list_of(content) if isinstance(part, dict) and "thinking" not in part]
+    return [part for part in parts if next(_part(part), None) is None]
 
 
 def content(value: object) -> Iterator[TypedText]:
@@ -222,6 +229,8 @@ def _first(objects: Sequence[Mapping[str, Any]], names: Sequence[str]) -> int | 
 
 
 def _count(value: object) -> int | None:
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 16:
+        return int(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**53:
         return None
     return int(value)

@@ -39,7 +39,7 @@ from dragoman.core.events import (
 from dragoman.core.request import GenerationRequest, ToolCall
 from dragoman.protocols.errors import error_from_frame
 from dragoman.protocols.json_body import is_object
-from dragoman.protocols.reply_fields import parse, replace_surrogates, text_of
+from dragoman.protocols.reply_fields import object_of, parse, replace_surrogates, text_of
 from dragoman.protocols.sse import SseFrame
 
 NewId = Callable[[], str]
@@ -173,6 +173,14 @@ class ReplyReader(ABC):
         self._check_calls = check_calls
         self._usage: Usage | None = None
         self._reason: FinishReason | None = None
+        self.unknown_reason: str | None = None
+        """The finish reason, if it is none of `REASONS`."""
+        self.id = self.model = ""
+        """As the server reports them."""
+        self.raw: Mapping[str, Any] | None = None
+        """The body of a reply that was not streamed."""
+        self.unknown_parts: list[Any] = []
+        """Parts of the content that no event can express, as they came."""
         self._stop: str | None = None
         self._logprobs: tuple[TokenLogprob, ...] = ()
         """Logprobs of the tokens of the next text or reasoning."""
@@ -212,10 +220,14 @@ class ReplyReader(ABC):
             if error is not None:
                 raise error
             if isinstance(body, dict):
+                if not self.id:
+                    self._identify(body)
                 self._read_event(text_of(body.get("type")) or frame.event, body)
         return self.take_events()
 
     def read_body(self, body: Mapping[str, Any]) -> list[Event]:
+        self.raw = body
+        self._identify(body)
         self._read_whole(body)
         self._finish()
         return self.take_events()
@@ -238,6 +250,12 @@ class ReplyReader(ABC):
         """Return the events that are ready, also those before an error."""
         ready, self._ready = self._ready, []
         return ready
+
+    def _identify(self, body: Mapping[str, Any]) -> None:
+        """Read the id and the model, which some protocols wrap in the message or response that a stream begins."""
+        head = object_of(body.get("message")) or object_of(body.get("response")) or body
+        head = head if text_of(head.get("id")) else body
+        self.id, self.model = text_of(head.get("id")), text_of(head.get("model"))
 
     def _close(self) -> None:
         if not self.can_finish:
@@ -272,6 +290,7 @@ class ReplyReader(ABC):
         if name in FAILURE_REASONS:
             raise BadAnswer(f"the server aborted its reply (finish reason {name})")
         if name not in REASONS:
+            self.unknown_reason = str(reason)[:100]
             self._warnings.append(f"the server sent an unknown finish reason: {name[:100]}")
         self._reason = REASONS.get(name, "stop")
         if isinstance(stop, str):

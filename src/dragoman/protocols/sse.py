@@ -10,6 +10,8 @@ Rules
 2. Frames without data are dropped. Several `data` lines are joined with line feeds.
 3. `end` returns the last frame if the empty line after it is missing.
 4. A line `error: …`, which older llama.cpp servers send, is a frame with the event `error`.
+5. Some servers end frames with one line end. After a line whose data is a whole JSON object, another `data` line, or a
+   second `event` line, therefore starts a new frame. From then on such a line of data is a frame at once.
 
     frame := prefix text suffix           the quotes of the text belong to prefix and suffix
     chunk := frame+                       bytes that arrived together
@@ -17,9 +19,9 @@ Rules
 Most frames of a reply contain one piece of text and otherwise equal the frame before. A template learns the bytes
 around the text from a frame that was fully parsed. In the following frames only the text is parsed.
 
-5. A template is verified before use: with a probe text in it, the frame must contain that text and nothing else.
-6. A chunk that does not consist entirely of frames of this template is parsed in full.
-7. Learning stops for servers that change other bytes in every frame.
+6. A template is verified before use: with a probe text in it, the frame must contain that text and nothing else.
+7. A chunk that does not consist entirely of frames of this template is parsed in full.
+8. Learning stops for servers that change other bytes in every frame.
 """
 
 from collections.abc import Callable
@@ -32,6 +34,7 @@ MAX_FRAME_BYTES = 32 * 1024 * 1024
 MAX_EMPTY_BYTES = 1024 * 1024
 """Limit for comments, empty lines and unknown fields between two frames."""
 BOM = b"\xef\xbb\xbf"
+END_MARK = "[DONE]"
 
 PROBE = "the probe text of a template"
 FIRST_LESSONS = 8
@@ -60,6 +63,8 @@ class SseDecoder:
         self._after_cr = False
         self._data: list[str] = []
         self._event = ""
+        self._lacks_empty_lines = False
+        """Whether the server ends its frames with one line end."""
         self._size = 0
         self._empty_bytes = 0
 
@@ -131,8 +136,12 @@ class SseDecoder:
         name, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         if name == b"data":
+            if self._data:
+                self._split_frame(frames)
             self._grow(len(value))
             self._data.append(value.decode("utf-8", "replace"))
+            if self._lacks_empty_lines and _is_whole(self._data):
+                self._dispatch(frames)
             return
         self._empty_bytes += len(line) + 1
         if self._empty_bytes > MAX_EMPTY_BYTES:
@@ -140,10 +149,18 @@ class SseDecoder:
         if not line:
             self._dispatch(frames)
         elif name == b"event":
+            if self._data and self._event:
+                self._split_frame(frames)
             self._event = value.decode("utf-8", "replace")
         elif name == b"error":
             self._dispatch(frames)
             frames.append(SseFrame(value.decode("utf-8", "replace"), "error"))
+
+    def _split_frame(self, frames: list[SseFrame]) -> None:
+        """End the frame before this line if its data is complete."""
+        if _is_whole(self._data):
+            self._lacks_empty_lines = True
+            self._dispatch(frames)
 
     def _dispatch(self, frames: list[SseFrame]) -> None:
         if self._data:
@@ -157,6 +174,21 @@ class SseDecoder:
         self._size += size
         if self._size > MAX_FRAME_BYTES:
             raise FrameTooLong(f"a frame is larger than {MAX_FRAME_BYTES} bytes")
+
+
+def _is_whole(data: list[str]) -> bool:
+    """Whether the data is one line with a JSON object or the end mark."""
+    if len(data) != 1:
+        return False
+    if data[0] == END_MARK:
+        return True
+    if not data[0].startswith("{"):
+        return False
+    try:
+        msgspec.json.decode(data[0])
+    except DECODE_ERRORS:
+        return False
+    return True
 
 
 class FrameTemplate:

@@ -13,7 +13,7 @@ Rules
 
 import re
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from dragoman.client import http_settings, rest_calls
 from dragoman.client.async_transport import AsyncTransport
 from dragoman.client.call import ClientCall
 from dragoman.client.http_transport import HttpTransport
-from dragoman.client.planner import CallPlanner, PlannedCall
+from dragoman.client.planner import CallPlanner, PlannedCall, is_unexplained
 from dragoman.client.rest_calls import ServerModel
 from dragoman.core import loop_guard
 from dragoman.core.embeddings import Embedding, Input
@@ -39,7 +39,7 @@ from dragoman.core.errors import (
 )
 from dragoman.core.events import Event, Finished, Listener, Started, Usage
 from dragoman.core.features import SAMPLING_FEATURES, Feature
-from dragoman.core.request import GenerationRequest, Sampling, Thinking
+from dragoman.core.request import GenerationRequest, Message, Reasoning, Sampling, Thinking
 from dragoman.core.urls import find_secrets, redact_secrets, remove_credentials
 from dragoman.engines.upstream.options import ServerOptions, UpstreamOptions
 from dragoman.protocols import request_fields
@@ -57,7 +57,7 @@ MISSING_USAGE = "the upstream server of this model did not report token usage"
 FEATURE_BY_FIELD = {
     **{str(feature): str(feature) for feature in SAMPLING_FEATURES},
     **{name: name for name in ("stop_token_ids", "ignore_eos", "documents", "tools", "images")},
-    **{name: name for name in ("cache_control", "stream_options")},
+    **{name: name for name in ("cache_control", "stream")},
     **{name: name for name in ("user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier")},
     **dict.fromkeys(("logprobs", "top_logprobs"), "logprobs"),
     **dict.fromkeys(("stop", "stop_sequences"), "stop"),
@@ -68,6 +68,8 @@ FEATURE_BY_FIELD = {
     "strict": "strict_tools",
     "tool_choice": "tools",
     "image_url": "images",
+    "streaming": "stream",
+    "reasoning_content": "past_reasoning",
 }
 """The feature behind each request field of all protocols."""
 ESSENTIAL_FEATURES = frozenset({Feature.TOOLS, Feature.IMAGES, Feature.CONSTRAINT})
@@ -77,12 +79,18 @@ REJECTION_PATTERN = re.compile(
     re.IGNORECASE,
 )
 REJECTION_STATUSES = (400, 422, 500, 501)
-PARENT_FIELDS = {"cache_control": "messages", "strict": "tools", "image_url": "messages", "images": "messages"}
+PARENT_FIELDS = {
+    **dict.fromkeys(("cache_control", "image_url", "images", "reasoning_content"), "messages"),
+    "strict": "tools",
+    "streaming": "stream",
+}
 """The top-level field that contains a nested field."""
 COMMON_WORDS = frozenset({"text", "include", "user"})
 """Field names that are too common in prose to identify a field in an error message."""
 CONSTRAINTS = frozenset({"json_object", "json_schema", "regex", "grammar", "one_of"})
-UNREPORTED = frozenset({"stop", "stream_options", "parallel"})
+UNREPORTED = frozenset({"stop", "stream", "past_reasoning", "parallel"})
+OPTIONAL_FEATURES = frozenset(FEATURE_BY_FIELD.values()) - ESSENTIAL_FEATURES - {"temperature", "top_p", "stream"}
+"""What is left out once after a rejection that names no field."""
 EMPTY_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "cache_control": {"keep_at": ()},
     "thinking": {"thinking": Thinking()},
@@ -149,6 +157,8 @@ class UpstreamServer:
         self._transport = AsyncTransport(httpx.AsyncClient(**settings))
         self._rejected: defaultdict[str, set[str]] = defaultdict(set)
         """Rejected features by model."""
+        self._has_streamed: set[str] = set()
+        """Models whose replies have been streamed."""
         self._secrets = find_secrets(server.url, key)
 
     def redact(self, error: DragomanError) -> None:
@@ -164,6 +174,8 @@ class UpstreamServer:
     def forget_rejections(self) -> None:
         """Called when the server is reachable again; it may have been replaced."""
         self._rejected.clear()
+        self._has_streamed.clear()
+        self.planner.forget_rejections()
 
     async def probe(self) -> None:
         """Check that the server answers, and update its models."""
@@ -177,11 +189,16 @@ class UpstreamServer:
         await self._transport.deliver(attempt.call.client_call, response, listener)
 
     async def _send(self, request: GenerationRequest) -> tuple[Attempt, httpx.Response]:
-        """Send the request, and again without each feature that the server rejects."""
+        """Send the request, and again without each feature that the server rejects.
+
+        If the server does not name what it rejects, leave out all that is optional, and keep it so if that helps.
+        """
         rejected = self._rejected[request.model]
+        trials = self._trials(request)
+        trial: frozenset[str] = frozenset()
         topic = "completions" if request.prompts else "generate"
         for _ in range(MAX_ATTEMPTS):
-            attempts = self._build_attempts(request, rejected)
+            attempts = self._build_attempts(request, rejected | trial)
             try:
                 steps = self.planner.open(topic, [attempt.call for attempt in attempts])
                 call, response = await self._transport.run(steps)
@@ -190,15 +207,34 @@ class UpstreamServer:
                     raise unsupported(request, Feature.COMPLETION) from error
                 raise
             except DragomanError as error:
-                feature = find_rejected_feature(error, _sent_fields(attempts))
+                sent_fields = _sent_fields(attempts)
+                feature = find_rejected_feature(error, sent_fields)
+                if feature is None and is_unexplained(error, sent_fields):
+                    trial = next(trials, frozenset())
+                    if not trial:
+                        raise
+                    continue
                 if feature is None or feature in rejected:
                     raise
                 rejected.add(feature)
                 if feature in ESSENTIAL_FEATURES:
                     raise unsupported(request, feature) from error
                 continue
+            rejected |= trial
+            if "stream" not in rejected:
+                self._has_streamed.add(request.model)
             return next(attempt for attempt in attempts if attempt.call is call), response
         raise NotSupported("the upstream server of this model rejected too many parameters of the request")
+
+    def _trials(self, request: GenerationRequest) -> Iterator[frozenset[str]]:
+        """Yield the features to leave out when a server does not name what it rejects."""
+        used = {*request_fields.used_fields(request), *(str(asked.feature) for asked in request.asked)}
+        if any(isinstance(part, Reasoning) for message in request.messages for part in message.parts):
+            used.add("past_reasoning")
+        if optional := OPTIONAL_FEATURES & used - self._rejected[request.model]:
+            yield optional
+        if not request.delivery.stream and request.model not in self._has_streamed:
+            yield frozenset({"stream"})
 
     def _build_attempts(self, request: GenerationRequest, rejected: set[str]) -> list[Attempt]:
         """One attempt for each protocol that can express the request."""
@@ -217,10 +253,9 @@ class UpstreamServer:
 
     def _build_attempt(self, protocol: ClientProtocol, request: GenerationRequest, rejected: set[str]) -> Attempt:
         adapted, ignored = adapt_request(request, protocol, rejected)
-        client_call = ClientCall(protocol, adapted, stream=True, check_calls=False)
-        if "stream_options" in rejected:
-            client_call.body.pop("stream_options", None)
-        return Attempt(self.planner.build_call(protocol.name, client_call, stream=True), ignored)
+        stream = "stream" not in rejected
+        client_call = ClientCall(protocol, adapted, stream=stream, check_calls=False)
+        return Attempt(self.planner.build_call(protocol.name, client_call, stream), ignored)
 
     async def embed(self, inputs: Sequence[Input], model: str) -> tuple[tuple[Embedding, ...], Usage]:
         return await self._transport.run(rest_calls.embed(self.planner, inputs, model))
@@ -263,7 +298,9 @@ def find_rejected_feature(error: DragomanError, sent_fields: Iterable[str]) -> s
     if param in candidates:
         return FEATURE_BY_FIELD[param]
     named = [field for field in candidates if field not in COMMON_WORDS and re.search(rf"\b{field}\b", error.message)]
-    return FEATURE_BY_FIELD[max(named, key=len)] if named else None
+    # "… is not supported with streaming" is about the other field.
+    named.sort(key=lambda field: (FEATURE_BY_FIELD[field] != "stream", len(field)))
+    return FEATURE_BY_FIELD[named[-1]] if named else None
 
 
 def adapt_request(
@@ -311,8 +348,16 @@ def _remove(request: GenerationRequest, name: str) -> GenerationRequest:
         return replace(request, labels={label: value for label, value in request.labels.items() if label != name})
     if name == "thinking_budget":
         return replace(request, thinking=replace(request.thinking, budget_tokens=None))
+    if name == "past_reasoning":
+        return replace(request, messages=tuple(_without_reasoning(message) for message in request.messages))
     if name == "parallel":
         return replace(request, tool_choice=replace(request.tool_choice, parallel=True))
     if name == "strict_tools":
         return replace(request, tools=tuple(replace(tool, strict=False) for tool in request.tools))
     return request
+
+
+def _without_reasoning(message: Message) -> Message:
+    return msgspec.structs.replace(
+        message, parts=tuple(part for part in message.parts if not isinstance(part, Reasoning))
+    )

@@ -36,7 +36,7 @@ from dragoman.core.request import (
 )
 from dragoman.protocols import reply_fields, request_fields
 from dragoman.protocols.json_body import without_nulls
-from dragoman.protocols.reply_fields import arguments_text, list_of, object_of
+from dragoman.protocols.reply_fields import arguments_text, list_of, object_of, text_of
 from dragoman.protocols.reply_reader import ClientProtocol, ReplyReader
 from dragoman.protocols.sse import SseFrame
 
@@ -189,11 +189,16 @@ class _PlainChunk(msgspec.Struct):
     type: None = None
     error: None = None
     usage: None = None
+    thought: None = None
     x_groq: None = None
     timings: None = None
 
 
 _plain_chunks = msgspec.json.Decoder(_PlainChunk)
+
+
+CHOICE_FIELDS = frozenset({"message", "delta", "text", "finish_reason"})
+"""A choice of a reply has one of these at least."""
 
 
 class ChatReader(ReplyReader):
@@ -208,7 +213,8 @@ class ChatReader(ReplyReader):
             return None
 
     def _read_whole(self, body: Mapping[str, Any]) -> None:
-        if not isinstance(_first_choice(body), dict):
+        choice = _first_choice(body)
+        if choice is None or not CHOICE_FIELDS & choice.keys():
             raise BadAnswer(f"the reply has no choices: {reply_fields.excerpt(str(body))}")
         self._read_event("", body)
 
@@ -221,6 +227,7 @@ class ChatReader(ReplyReader):
         choice = _first_choice(body)
         if choice is None:
             return
+        self._add_reasoning(text_of(body.get("thought")))
         self._logprobs += reply_fields.logprobs(choice.get("logprobs"))
         self._read_message(object_of(choice.get("delta") or choice.get("message")))
         if isinstance(choice.get("text"), str):
@@ -235,6 +242,7 @@ class ChatReader(ReplyReader):
                 self._add_reasoning(text)
             else:
                 self._add_text(text)
+        self.unknown_parts += reply_fields.unknown_parts(message.get("content"))
         for call in [*list_of(message.get("tool_calls")), message.get("function_call")]:
             if isinstance(call, dict):
                 function = call["function"] if isinstance(call.get("function"), dict) else call

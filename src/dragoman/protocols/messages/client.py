@@ -205,6 +205,8 @@ class MessagesReader(ReplyReader):
             self._add_reasoning("", text_of(block.get("data")) or None)
         elif kind == "tool_use":
             self._add_call(index, text_of(block.get("id")), text_of(block.get("name")), "")
+        else:
+            self.unknown_parts.append(block)
 
     def _delta(self, index: object, delta: Mapping[str, Any]) -> None:
         kind = delta.get("type")

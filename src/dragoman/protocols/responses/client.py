@@ -193,6 +193,8 @@ class ResponsesReader(ReplyReader):
             parts = item.get("content") or item.get("summary") if is_new else ()
             text = "\n\n".join(text for _, text in reply_fields.content(parts))
             self._add_reasoning(text, text_of(item.get("encrypted_content")) or None)
+        elif kind != "message" and is_new:
+            self.unknown_parts.append(item)
 
     def _conclude(self, response: Mapping[str, Any]) -> None:
         status = response.get("status")
