@@ -150,6 +150,65 @@ def test_rejected_essential_parameter_is_not_supported(server: BadServer, no: Sc
     assert second.status_code == 200
 
 
+UNEXPLAINED = refused("400 Bad", "invalid request body")
+
+
+def test_unexplained_rejection_is_tried_once_without_optional_fields(server: BadServer) -> None:
+    server.play(UNEXPLAINED, UNEXPLAINED, HELLO)
+    app = upstream_app(server.url)
+    first, second = ask_all(app, [{"stream": True, "seed": 1, "temperature": 0.5, "max_tokens": 9}] * 2)
+    assert [first.headers["x-dragoman-ignored"], second.headers["x-dragoman-ignored"]] == ["seed", "seed"]
+    bodies = sent(server)
+    assert [("stream_options" in body, "seed" in body) for body in bodies] == [
+        *[(True, True), (False, True)],
+        # Without optional fields; `stream_options` are tried again, because they were not the reason.
+        *[(True, False), (True, False)],
+    ]
+    assert all((body["temperature"], body["max_tokens"], body["stream"]) == (0.5, 9, True) for body in bodies)
+
+
+def test_unexplained_rejection_of_stream_options_keeps_other_fields(server: BadServer) -> None:
+    server.play(UNEXPLAINED, HELLO)
+    responses = ask_all(upstream_app(server.url), [{"seed": 1}] * 2)
+    assert ["x-dragoman-ignored" in response.headers for response in responses] == [False, False]
+    assert [("stream_options" in body, "seed" in body) for body in sent(server)] == [
+        *[(True, True), (False, True), (False, True)]
+    ]
+
+
+def test_server_that_does_not_stream(server: BadServer) -> None:
+    server.play(UNEXPLAINED, UNEXPLAINED, answer(REPLY))
+    responses = ask_all(upstream_app(server.url), [{}, {}])
+    assert [response.json()["choices"][0]["message"]["content"] for response in responses] == ["Hello"] * 2
+    assert ["stream" in body for body in sent(server)] == [True, True, False, False]
+
+
+def test_server_that_refuses_to_stream_by_name(server: BadServer) -> None:
+    no = refused("400 Bad", "Streaming is not supported")
+    server.play(no, no, answer(REPLY))
+    response = ask(upstream_app(server.url), stream=True)
+    assert '"content":"Hello"' in response.text
+    assert ["stream" in body for body in sent(server)] == [True, True, False]
+
+
+def test_explained_rejection_is_sent_once(server: BadServer) -> None:
+    server.play(refused("400 Bad", "messages must not be empty"))
+    assert ask(upstream_app(server.url), seed=1).status_code == 400
+    assert len(sent(server)) == 1
+
+
+def test_unexplained_rejection_by_a_server_that_has_streamed(server: BadServer) -> None:
+    server.play(HELLO, UNEXPLAINED)
+    assert [response.status_code for response in ask_all(upstream_app(server.url), [{}, {}])] == [200, 400]
+    assert len(sent(server)) == 2
+
+
+def test_unexplained_rejection_in_strict_mode_does_not_drop_fields(server: BadServer) -> None:
+    server.play(UNEXPLAINED, UNEXPLAINED, HELLO)
+    response = ask(upstream_app(server.url), headers={"x-dragoman-strict": "true"}, seed=1)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "seed")
+
+
 def test_server_that_rejects_stream_options(server: BadServer) -> None:
     server.play(refused("422 No", "Extra inputs are not permitted: stream_options"), HELLO)
     response = ask(upstream_app(server.url))

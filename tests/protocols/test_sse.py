@@ -30,6 +30,10 @@ CASES = {
     b"data: a\x0bb\x1cc\n\n": [SseFrame("a\x0bb\x1cc")],
     b'error: {"code": 500}\n\n': [SseFrame('{"code": 500}', "error")],
     b"data: a\nerror: b\n\n": [SseFrame("a"), SseFrame("b", "error")],
+    b'data: {"a": 1}\ndata: {"b": 2}\ndata: [DONE]\n': [SseFrame('{"a": 1}'), SseFrame('{"b": 2}'), SseFrame("[DONE]")],
+    b'event: x\ndata: {"a": 1}\nevent: y\ndata: {"b": 2}\n\n': [SseFrame('{"a": 1}', "x"), SseFrame('{"b": 2}', "y")],
+    b'data: {"a": 1}\ndata: {"b":\ndata: 2}\n\n': [SseFrame('{"a": 1}'), SseFrame('{"b":\n2}')],
+    b'data: {"a": 1}\nevent: x\n\n': [SseFrame('{"a": 1}', "x")],
     b"\xef\xbb": [],
     b"": [],
     b"\n\n\n": [],
@@ -52,6 +56,28 @@ def test_whole_and_byte_by_byte(data: bytes) -> None:
 def test_any_split(cuts: list[int]) -> None:
     data = b"".join(case for case in CASES if case.endswith((b"\n\n", b"\r\n", b"\r\r")))
     assert decoded(cut_bytes(data, cuts)) == decoded([data])
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+@given(cuts=cuttings())
+def test_any_split_of_frames_without_empty_lines(end: bytes, cuts: list[int]) -> None:
+    lines = [
+        b"event: x",
+        b'data: {"a": "\xc3\xa9"}',
+        b"event: y",
+        b'data: {"b": 2}',
+        b'data: {"c": 3}',
+        b"data: [DONE]",
+    ]
+    frames = [SseFrame('{"a": "é"}', "x"), SseFrame('{"b": 2}', "y"), SseFrame('{"c": 3}'), SseFrame("[DONE]")]
+    assert decoded(cut_bytes(b"".join(line + end for line in lines), cuts)) == frames
+
+
+def test_frame_is_ready_with_its_line_once_empty_lines_are_known_to_be_missing() -> None:
+    decoder = SseDecoder()
+    assert decoder.feed(b'data: {"a": 1}\n') == []
+    assert len(decoder.feed(b'data: {"b": 2}\n')) == 2
+    assert decoder.feed(b'data: {"c": 3}\n') == [SseFrame('{"c": 3}')]
 
 
 def test_frame_limit(monkeypatch: pytest.MonkeyPatch) -> None:

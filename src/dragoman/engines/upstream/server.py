@@ -297,7 +297,8 @@ def find_rejected_feature(error: DragomanError, sent_fields: Iterable[str]) -> s
     param = re.split(r"[.\[]", error.param or "")[0]
     if param in candidates:
         return FEATURE_BY_FIELD[param]
-    named = [field for field in candidates if field not in COMMON_WORDS and re.search(rf"\b{field}\b", error.message)]
+    message = error.message.lower()
+    named = [field for field in candidates if field not in COMMON_WORDS and re.search(rf"\b{field}\b", message)]
     # "… is not supported with streaming" is about the other field.
     named.sort(key=lambda field: (FEATURE_BY_FIELD[field] != "stream", len(field)))
     return FEATURE_BY_FIELD[named[-1]] if named else None

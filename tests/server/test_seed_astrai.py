@@ -1,0 +1,130 @@
+"""Users of AstrAI's server with two protocols: its rows as Dragoman's own behaviour, and Dragoman in front of it."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from dragoman import Client
+from tests.support.requests import CHAT, HELLO, ask, frames, talking, text_of
+from tests.support.sdk import anthropic_sdk
+from tests.support.seed_servers import WORDS, SeedServer, astrai
+from tests.support.server_process import Running, Serving
+
+TEXT = "".join(WORDS)
+MESSAGES = "/v1/messages"
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+PROTOCOLS = ["chat", "messages"]
+
+
+@pytest.fixture(scope="module")
+def upstream() -> Iterator[SeedServer]:
+    with SeedServer(astrai).running() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, serving: Serving, upstream: SeedServer) -> Iterator[Running]:
+    relayed = {"engine": "upstream", "url": upstream.url}
+    config: dict[str, Any] = {
+        "models": {
+            **{protocol: relayed | {"protocol": protocol} for protocol in PROTOCOLS},
+            "poet": {"engine": "scripted", "chunk": 2, "replies": [{"output": TEXT}]},
+        },
+        "default": "poet",
+    }
+    with serving(tmp_path_factory.mktemp("astrai"), config) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[httpx.Client]:
+    with talking(server) as made:
+        yield made
+
+
+@pytest.mark.parametrize("model", [*PROTOCOLS, "poet"])
+def test_two_protocols_share_one_generation(client: httpx.Client, server: Running, model: str) -> None:
+    assert text_of(ask(client, CHAT, model=model)) == TEXT
+    *chunks, done = frames(ask(client, CHAT, model=model, stream=True).text)
+    assert done == "[DONE]"
+    assert "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]) == TEXT
+    with anthropic_sdk(server) as anthropic:
+        messages: Any = HELLO
+        reply = anthropic.messages.create(model=model, max_tokens=50, messages=messages)
+        assert reply.content[0].type == "text"
+        assert reply.content[0].text == TEXT
+        with anthropic.messages.stream(model=model, max_tokens=50, messages=messages) as stream:
+            assert "".join(stream.text_stream) == TEXT
+
+
+def test_usage_frame_of_the_server_is_understood(client: httpx.Client) -> None:
+    usage = ask(client, CHAT, model="chat").json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (7, len(WORDS))
+    usage = client.post(MESSAGES, json={"model": "messages", "max_tokens": 50, "messages": HELLO}).json()["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"]) == (7, 4)
+
+
+@pytest.mark.parametrize("model", [*PROTOCOLS, "poet"])
+def test_events_of_the_anthropic_stream(client: httpx.Client, model: str) -> None:
+    body = {"model": model, "max_tokens": 50, "messages": HELLO, "stream": True}
+    blocks = client.post(MESSAGES, json=body).text.removesuffix("\n\n").split("\n\n")
+    events = [block.split("\n") for block in blocks]
+    names = [name.removeprefix("event: ") for name, _ in events]
+    assert [json.loads(data.removeprefix("data: "))["type"] for _, data in events] == names
+    kinds = list(dict.fromkeys(name for name in names if name != "ping"))
+    assert kinds == [
+        *("message_start", "content_block_start", "content_block_delta", "content_block_stop"),
+        *("message_delta", "message_stop"),
+    ]
+    # `[DONE]` is not for Anthropic's clients.
+    assert "[DONE]" not in "".join(blocks)
+
+
+@pytest.mark.parametrize("model", [*PROTOCOLS, "poet"])
+def test_stop_sequence_is_cut_and_named(server: Running, model: str) -> None:
+    with anthropic_sdk(server) as anthropic:
+        messages: Any = HELLO
+        reply = anthropic.messages.create(model=model, max_tokens=50, messages=messages, stop_sequences=[" re", "x"])
+    assert reply.content[0].type == "text"
+    assert (reply.content[0].text, reply.stop_reason, reply.stop_sequence) == ("Roses are", "stop_sequence", " re")
+
+
+@pytest.mark.parametrize("model", ["chat", "poet"])
+def test_openai_stop_is_honoured(client: httpx.Client, model: str) -> None:
+    response = ask(client, CHAT, model=model, stop=["s a"])
+    assert text_of(response) == "Rose"
+    streamed = frames(ask(client, CHAT, model=model, stop=["s a"], stream=True).text)[:-1]
+    assert "".join(choice["delta"].get("content") or "" for chunk in streamed for choice in chunk["choices"]) == "Rose"
+
+
+def test_tool_call_deltas(client: httpx.Client) -> None:
+    [call] = ask(client, CHAT, model="chat", tools=TOOLS).json()["choices"][0]["message"]["tool_calls"]
+    assert (call["id"], call["function"]["name"]) == ("call_0", "weather")
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+
+
+def test_health_and_stats(client: httpx.Client) -> None:
+    assert client.get("/health").status_code == 200
+    stats = client.get("/stats").json()["models"]["poet"]
+    assert {"running", "waiting"} <= stats.keys()
+
+
+def test_several_text_blocks_are_all_read(server: Running) -> None:
+    with talking(server) as client:
+        content = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+        body = {"model": "chat", "max_tokens": 50, "messages": [{"role": "user", "content": content}]}
+        assert client.post(MESSAGES, json=body).status_code == 200
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_client_of_the_server(upstream: SeedServer, protocol: Any) -> None:
+    with Client(upstream.url, model="m", protocol=protocol) as client:
+        with client.stream("hello") as events:
+            assert len(list(events)) > 3
+        for reply in (client.complete("hello"), events.reply()):
+            assert (reply.text, reply.reason) == (TEXT, "stop")
+            assert (reply.usage.prompt, reply.usage.completion) == (7, 4)
+            assert reply.id

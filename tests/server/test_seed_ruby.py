@@ -1,0 +1,147 @@
+"""Users of the OpenAI server in Ruby: its rows as Dragoman's own behaviour, and Dragoman in front of that server."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from dragoman import Client, Engine
+from dragoman.core.embeddings import Embedding, Input
+from dragoman.core.engine import Output
+from dragoman.core.errors import NotSupported
+from dragoman.core.request import GenerationRequest
+from tests.support.requests import CHAT, COMPLETIONS, HELLO, ask, frames, recorded, refused, talking, text_of
+from tests.support.seed_servers import SeedServer, ruby
+from tests.support.server_process import Running, Serving
+
+EMBEDDINGS = "/v1/embeddings"
+
+
+class Chatty(Engine):
+    """What a backend overrides for chats. The rest are defaults."""
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield from request.last_user_text.upper()
+
+
+class Vectors(Engine):
+    def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
+        return [Embedding.of((0.6, 0.8), len(one)) for one in inputs]
+
+
+@pytest.fixture(scope="module")
+def upstream() -> Iterator[SeedServer]:
+    with SeedServer(ruby).running() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, serving: Serving, upstream: SeedServer) -> Iterator[Running]:
+    config = {
+        "models": {
+            "toy": {"engine": "upstream", "url": upstream.url, "protocol": "chat"},
+            "echo": {"engine": "scripted"},
+            "chatty": {"engine": f"{__name__}:Chatty"},
+            "vectors": {"engine": f"{__name__}:Vectors"},
+        },
+        "keys": {"store": "keys.db"},
+        "api_keys": ["secret"],
+        "default": "echo",
+    }
+    with serving(tmp_path_factory.mktemp("ruby"), config) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[httpx.Client]:
+    with talking(server, {"authorization": "Bearer secret"}) as made:
+        yield made
+
+
+def test_routes(client: httpx.Client) -> None:
+    names = {model["id"] for model in client.get("/v1/models").json()["data"]}
+    assert {"toy", "echo", "chatty", "vectors"} <= names
+    for path in (CHAT, COMPLETIONS):
+        assert text_of(ask(client, path)) == "hello"
+    assert client.post(EMBEDDINGS, json={"input": "hello"}).status_code == 200
+
+
+def test_backend_class_with_safe_defaults(client: httpx.Client) -> None:
+    assert text_of(ask(client, CHAT, model="chatty")) == "HELLO"
+    whole = frames(ask(client, CHAT, model="chatty", stream=True).text)
+    assert whole[-1] == "[DONE]"
+
+
+def test_missing_capability_is_not_implemented(client: httpx.Client) -> None:
+    refused(client.post(EMBEDDINGS, json={"model": "chatty", "input": "x"}), 501, param="model", code="not_implemented")
+    refused(client.post(EMBEDDINGS, json={"model": "toy", "input": "x"}), 501, code="not_implemented")
+
+
+def test_token_ids_as_prompt_text_and_ids_as_reply(client: httpx.Client) -> None:
+    response = ask(client, COMPLETIONS, model="toy", prompt=[1, 2, 3])
+    assert text_of(response) == "1 2 3"
+    assert response.json()["usage"]["prompt_tokens"] == 3
+
+
+def test_string_prompt_is_not_empty(client: httpx.Client) -> None:
+    assert text_of(ask(client, COMPLETIONS, model="echo", prompt="not empty")) == "not empty"
+
+
+@pytest.mark.parametrize("model", ["toy", "chatty"])
+def test_chat_stream(client: httpx.Client, model: str) -> None:
+    *chunks, done = frames(ask(client, CHAT, model=model, stream=True).text)
+    assert done == "[DONE]"
+    first, last = chunks[0]["choices"][0], chunks[-1]["choices"][0]
+    assert first["delta"]["role"] == "assistant"
+    assert (last["delta"], last["finish_reason"]) == ({}, "stop")
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == "HELLO"
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_stream_is_a_field_and_not_a_substring(client: httpx.Client) -> None:
+    said = '"stream":true'
+    assert text_of(ask(client, CHAT, messages=[{"role": "user", "content": said}])) == said
+
+
+def test_ids_are_unique(client: httpx.Client) -> None:
+    ids = [ask(client, CHAT, model="toy").json()["id"] for _ in range(3)]
+    assert len(set(ids)) == 3
+
+
+def test_embeddings_of_token_ids(client: httpx.Client) -> None:
+    body = client.post(EMBEDDINGS, json={"model": "vectors", "input": [5, 6, 7]}).json()
+    assert [entry["embedding"] for entry in body["data"]] == [pytest.approx([0.6, 0.8])]
+    assert body["usage"]["prompt_tokens"] == 3
+    assert client.post(EMBEDDINGS, json={"model": "vectors", "input": []}).status_code == 400
+
+
+def test_event_log_and_principal(client: httpx.Client, server: Running) -> None:
+    response = ask(client, CHAT)
+    [event] = recorded(server, id=response.json()["id"])
+    usage = response.json()["usage"]
+    assert (event["model"], event["completion_tokens"]) == ("echo", usage["completion_tokens"])
+    assert event["principal"] not in ("", None, "anonymous")
+    start = server.events()[0]
+    assert start["event"] == "run_start"
+    assert {"schema", "time", "host"} <= start.keys()
+
+
+def test_errors_are_counted(client: httpx.Client, server: Running) -> None:
+    response = ask(client, CHAT, model="nothing")
+    refused(response, 404, param="model", code="model_not_found")
+    [event] = recorded(server, id=response.headers["x-request-id"])
+    assert event["status"] == 404
+
+
+def test_client_of_the_server(upstream: SeedServer) -> None:
+    with Client(upstream.url, model="toy", protocol="chat") as client:
+        assert [model.name for model in client.models()] == ["toy"]
+        with client.stream("hello") as events:
+            list(events)
+        messages: Any = HELLO
+        for reply in (client.complete(messages), events.reply()):
+            assert (reply.text, reply.reason) == ("HELLO", "stop")
+        assert not events.reply().is_counted
+        with pytest.raises(NotSupported, match="not supported by this backend"):
+            client.embed("hello")
