@@ -284,6 +284,27 @@ def test_unknown_parts_of_other_protocols(server: BadServer, protocol: Any, scri
     assert (reply.text, reply.id, reply.unknown_parts) == ("Hello", "x", (kept,))
 
 
+def test_streamed_block_that_cannot_be_read_is_not_a_tool_call(server: BadServer) -> None:
+    search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
+    pieces = [{"type": "input_json_delta", "partial_json": piece} for piece in ('{"query":', ' "x"}')]
+    events: list[dict[str, Any]] = [
+        {"type": "message_start", "message": {"id": "x", "model": "m-1", "usage": {"input_tokens": 1}}},
+        {"type": "content_block_start", "index": 0, "content_block": search},
+        *({"type": "content_block_delta", "index": 0, "delta": piece} for piece in pieces),
+        {"type": "content_block_stop", "index": 0},
+        {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": "Hello"}},
+        {"type": "content_block_stop", "index": 1},
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 2}},
+        {"type": "message_stop"},
+    ]
+    server.play(stream(*map(frame, events)), path="/v1/messages")
+    with Client(server.url, model="m", protocol="messages") as client, client.stream("hello") as received:
+        list(received)
+    reply = received.reply()
+    assert (reply.text, reply.id, reply.model, reply.tool_calls) == ("Hello", "x", "m-1", ())
+    assert reply.unknown_parts == ({**search, "deltas": pieces},)
+
+
 def test_defaults_are_given_once(server: BadServer) -> None:
     server.play(HELLO)
     with client_of(server, model="m", temperature=0, max_tokens=5) as client:

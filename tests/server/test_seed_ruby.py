@@ -1,6 +1,7 @@
 """Users of the OpenAI server in Ruby: its rows as Dragoman's own behaviour, and Dragoman in front of that server."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ from dragoman.core.embeddings import Embedding, Input
 from dragoman.core.engine import Output
 from dragoman.core.errors import NotSupported
 from dragoman.core.request import GenerationRequest
-from tests.support.requests import CHAT, COMPLETIONS, HELLO, ask, frames, recorded, refused, talking, text_of
+from tests.support.requests import CHAT, COMPLETIONS, HELLO, PATIENCE, ask, frames, recorded, refused, talking, text_of
 from tests.support.seed_servers import SeedServer, ruby
 from tests.support.server_process import Running, Serving
 
@@ -125,6 +126,18 @@ def test_event_log_and_principal(client: httpx.Client, server: Running) -> None:
     start = server.events()[0]
     assert start["event"] == "run_start"
     assert {"schema", "time", "host"} <= start.keys()
+
+
+def test_event_log_ends_with_totals(tmp_path: Path, serving: Serving) -> None:
+    with serving(tmp_path, {"models": {"echo": {"engine": "scripted"}}}) as running, talking(running) as client:
+        response = ask(client, CHAT)
+        running.process.terminate()
+        assert running.process.wait(PATIENCE) == 0
+        start, *requests, end = running.events()
+    assert (start["event"], end["event"]) == ("run_start", "run_end")
+    assert start["config"]
+    assert response.json()["id"] in [event["id"] for event in requests]
+    assert end["requests"] == len(requests)
 
 
 def test_errors_are_counted(client: httpx.Client, server: Running) -> None:

@@ -205,8 +205,9 @@ class MessagesReader(ReplyReader):
             self._add_reasoning("", text_of(block.get("data")) or None)
         elif kind == "tool_use":
             self._add_call(index, text_of(block.get("id")), text_of(block.get("name")), "")
-        else:
-            self.unknown_parts.append(block)
+        elif kind is not None:
+            self._open[index] = part = dict(block)
+            self.unknown_parts.append(part)
 
     def _delta(self, index: object, delta: Mapping[str, Any]) -> None:
         kind = delta.get("type")
@@ -217,9 +218,11 @@ class MessagesReader(ReplyReader):
         elif kind == "signature_delta":
             self._signature += text_of(delta.get("signature"))
         elif kind == "input_json_delta":
-            piece = text_of(delta.get("partial_json"))
-            if piece:
-                self._open.setdefault(index, {})["input"] = None
+            block, piece = self._open.setdefault(index, {}), text_of(delta.get("partial_json"))
+            if block.get("type") not in (None, "tool_use"):
+                block.setdefault("deltas", []).append(delta)
+            elif piece:
+                block["input"] = None
                 self._add_call(index, "", "", piece)
 
     def _stop_block(self, index: object) -> None:
