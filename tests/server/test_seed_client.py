@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from hypothesis import given
 
 from dragoman import AsyncClient, Client
 from dragoman.core.errors import (
@@ -20,7 +21,8 @@ from dragoman.core.errors import (
     Unreachable,
 )
 from dragoman.core.events import Finished, Started, TextDelta, ToolCallDelta, ToolCallStart
-from dragoman.core.reply import Reply
+from dragoman.core.reply import Choice, Reply
+from tests.client.replay import outcome
 from tests.support.bad_server import (
     CHAT,
     DONE,
@@ -41,7 +43,9 @@ from tests.support.bad_server import (
     stream,
     whole,
 )
+from tests.support.seed_servers import Respond, astrai, lethean, ruby
 from tests.support.server_process import Running
+from tests.support.text_splits import cut_bytes, cuttings
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
@@ -192,6 +196,30 @@ def test_calls_without_an_index_do_not_merge(server: BadServer) -> None:
     calls = [call('{"city": "A"}', id="a", name="weather"), call('{"city": "B"}', id="b", name="weather")]
     reply = replied(server, stream(*calls, END), tools=[TOOL])
     assert [made.parsed_arguments["city"] for made in reply.tool_calls] == ["A", "B"]
+
+
+def seed_stream(respond: Respond, path: str, **fields: Any) -> bytes:
+    message = {"role": "user", "content": "hello"}
+    return respond(path, {"model": "gemma", "messages": [message], "stream": True, **fields})[2].encode()
+
+
+@pytest.mark.parametrize(
+    ("protocol", "data"),
+    [
+        ("chat", seed_stream(lethean, CHAT)),
+        ("chat", seed_stream(astrai, CHAT)),
+        ("chat", seed_stream(astrai, CHAT, tools=[TOOL])),
+        ("messages", seed_stream(astrai, "/v1/messages")),
+        ("chat", seed_stream(ruby, CHAT)),
+    ],
+    ids=["lethean", "astrai", "astrai with tools", "astrai messages", "ruby"],
+)
+@given(cuts=cuttings())
+def test_streams_of_the_founding_systems_cut_anywhere(protocol: str, data: bytes, cuts: list[int]) -> None:
+    whole = outcome(protocol, [data])
+    assert isinstance(whole, Choice)
+    assert whole.parts
+    assert outcome(protocol, cut_bytes(data, cuts)) == whole
 
 
 def test_reasoning_is_kept(server: BadServer) -> None:

@@ -8,5 +8,6 @@ call                         one request and its reply, without I/O: bytes in, e
 rest_calls                   lists of models, embeddings and token counts
 options, message_dicts       arguments of the clients, converted to `GenerationRequest`
 python_types, tool_loop      Python types as JSON schemas, Python functions as tools
+addresses                    the server and the key from the environment
 http_settings                settings and errors of httpx, decompression
 """
