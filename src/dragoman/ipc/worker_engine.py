@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dragoman.core.engine import ModelInfo, ProgressSink
+from dragoman.core.engine import ModelInfo
 from dragoman.core.errors import (
     ENCODE_ERRORS,
     ConfigError,
@@ -35,7 +35,7 @@ from dragoman.core.errors import (
 from dragoman.core.events import Listener
 from dragoman.core.request import GenerationRequest
 from dragoman.ipc.child_process import RestartBackoff, keep_running, kill_child, start_child, wait_for_event
-from dragoman.ipc.engine_client import LoadReply, ProxyEngine, WorkerConnection, WorkerRequest
+from dragoman.ipc.engine_client import LoadReply, ProxyEngine, PutProgress, WorkerConnection, WorkerRequest
 from dragoman.ipc.framing import encode
 from dragoman.ipc.messages import EngineInfo, Failure, MethodCall, RawGenerate, Start, StartFailed, decode_request
 
@@ -112,7 +112,6 @@ class WorkerEngine(ProxyEngine):
     ) -> None:
         super().__init__(EngineInfo((ModelInfo(name),)))
         self.pid: int | None = None
-        self.worker_control = self
         self._start = Start(engine, name, options)
         self._stall_seconds = stall_seconds
         self._on_lost = on_lost
@@ -140,10 +139,12 @@ class WorkerEngine(ProxyEngine):
 
     @property
     def is_restarting(self) -> bool:
+        """Whether the worker has died and its successor is not ready yet."""
         return self._is_started and self._worker is None
 
     @property
     def restart_seconds(self) -> float:
+        """Seconds since the worker died."""
         return time.monotonic() - self._died_at
 
     async def wait_until_running(self, timeout: float | None = None) -> WorkerConnection:
@@ -168,17 +169,21 @@ class WorkerEngine(ProxyEngine):
     async def call_method(self, method_call: MethodCall, value_type: type[T]) -> T:
         return await (await self._worker_for_request(method_call)).call_method(method_call, value_type)
 
-    def forward(self, sink: ProgressSink, key: int, request: msgspec.Raw) -> bool:
+    def forward(self, put: PutProgress, key: int, request: msgspec.Raw) -> bool:
+        """Start a generation for another process, which has chosen a unique key for it. Return False if the worker
+        does not run yet."""
         if self._worker is None:
             return False
         self._fatal.check(request)
-        self._worker.forward(sink, RawGenerate(key, request))
+        self._worker.forward(put, RawGenerate(key, request))
         return True
 
-    async def forward_when_running(self, sink: ProgressSink, key: int, request: msgspec.Raw) -> None:
-        (await self._worker_for_request(request)).forward(sink, RawGenerate(key, request))
+    async def forward_when_running(self, put: PutProgress, key: int, request: msgspec.Raw) -> None:
+        """Wait for the worker and do the same."""
+        (await self._worker_for_request(request)).forward(put, RawGenerate(key, request))
 
     def stop_forwarding(self, key: int) -> None:
+        """Cancel a forwarded generation; does nothing if it has ended."""
         if self._worker is not None:
             self._worker.stop_forwarding(key)
 

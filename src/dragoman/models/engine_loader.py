@@ -19,7 +19,7 @@ from typing import TypeVar
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.quantities import format_size
 from dragoman.config.settings import Limits
-from dragoman.core.engine import Engine, WorkerControl
+from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError, DragomanError, ModelFailed
 from dragoman.engines import engine_class
 from dragoman.files import sources
@@ -136,32 +136,8 @@ class EngineLoader:
         return self.failures.message
 
     @property
-    def _worker(self) -> WorkerControl | None:
-        return None if self.engine is None else self.engine.worker_control
-
-    @property
-    def restarting(self) -> WorkerControl | None:
-        """The worker of the engine, while it is being restarted."""
-        return self._worker if self._worker is not None and self._worker.is_restarting else None
-
-    @property
-    def is_restarting(self) -> bool:
-        return self.restarting is not None
-
-    @property
-    def progress(self) -> float | None:
-        """The loaded fraction, from 0 to 1, if the engine reports it."""
-        engine = self._loading or (self.engine if self.is_restarting else None)
-        return None if engine is None else engine.progress
-
-    @property
-    def elapsed_load_seconds(self) -> float:
-        restarting = self.restarting
-        return time.monotonic() - self._load_started_at if restarting is None else restarting.restart_seconds
-
-    @property
     def pid(self) -> int | None:
-        return None if self._worker is None else self._worker.pid
+        return self.engine.pid if isinstance(self.engine, WorkerEngine) else None
 
     def estimate_memory(self) -> int:
         """Return the memory that the model will need. Blocks: it may download files."""

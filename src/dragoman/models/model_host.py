@@ -14,8 +14,9 @@ from typing import Literal
 
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Limits
-from dragoman.core.engine import Engine, WorkerControl
+from dragoman.core.engine import Engine
 from dragoman.core.errors import ModelFailed, ModelLoading, QueueFull
+from dragoman.ipc.worker_engine import WorkerEngine
 from dragoman.models import residency
 from dragoman.models.admission import Admission
 from dragoman.models.engine_loader import NOT_LOADED, BuildEngine, EngineLoader
@@ -61,7 +62,22 @@ class ModelHost(EngineLoader):
     @property
     def loading_seconds(self) -> float | None:
         """Seconds since the current load or restart began."""
-        return self.elapsed_load_seconds if self.state == "loading" else None
+        if self.state != "loading":
+            return None
+        if isinstance(self.engine, WorkerEngine):
+            return self.engine.restart_seconds
+        return time.monotonic() - self._load_started_at
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether the engine's worker is being restarted."""
+        return isinstance(self.engine, WorkerEngine) and self.engine.is_restarting
+
+    @property
+    def progress(self) -> float | None:
+        """The loaded fraction, from 0 to 1, if the engine reports it."""
+        engine = self._loading or (self.engine if self.is_restarting else None)
+        return None if engine is None else engine.progress
 
     @property
     def waiting(self) -> int:
@@ -72,7 +88,7 @@ class ModelHost(EngineLoader):
         """Return the engine if it is ready. The caller must `leave`."""
         if self.engine is None or self.is_restarting:
             return None
-        return self.engine if self._lifecycle.enter(self) else None
+        return self.engine if self._lifecycle.residency.enter(self.key) else None
 
     async def enter(self) -> Engine:
         """Return the engine, loaded if necessary. The caller must `leave`."""
@@ -86,8 +102,8 @@ class ModelHost(EngineLoader):
             raise self._still_loading()
         deadline = time.monotonic() + self.limits.load_seconds
         await self._wait_for_load(self.limits.load_seconds)
-        if self.restarting is not None:
-            await self._wait_for_restart(self.restarting, deadline - time.monotonic())
+        if isinstance(self.engine, WorkerEngine) and self.engine.is_restarting:
+            await self._wait_for_restart(self.engine, deadline - time.monotonic())
         if self.engine is None:
             # The engine was lost as soon as it was loaded.
             self.leave()
@@ -107,7 +123,7 @@ class ModelHost(EngineLoader):
                 raise self._still_loading() from None
             raise
 
-    async def _wait_for_restart(self, worker: WorkerControl, seconds: float) -> None:
+    async def _wait_for_restart(self, worker: WorkerEngine, seconds: float) -> None:
         """Wait for the worker; a request that has entered leaves on failure."""
         self._waiting_for_restart += 1
         try:

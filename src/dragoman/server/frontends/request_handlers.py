@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from dragoman.core import loop_guard
-from dragoman.core.engine import Engine, ModelInfo, WorkerControl
+from dragoman.core.engine import Engine, ModelInfo
 from dragoman.core.errors import DragomanError, EngineFailed
 from dragoman.core.features import Feature
 from dragoman.core.request import GenerationRequest
@@ -33,6 +33,7 @@ from dragoman.ipc.messages import (
     decode_request,
     pack,
 )
+from dragoman.ipc.worker_engine import WorkerEngine
 from dragoman.ipc.worker_main import run_generation, run_method_call
 from dragoman.pipeline.generate import STAGE_FEATURES
 from dragoman.server.app import App
@@ -237,18 +238,17 @@ class RequestHandlers:
             self._states.pop(state.id, None)
 
     def _generate(self, call: RawGenerate, state: RequestState, engine: Engine) -> None:
-        worker = engine.worker_control
-        if worker is None:
+        if not isinstance(engine, WorkerEngine):
             work = self._run_local(engine, call.key, decode_request(call.request), state)
             state.calls[call.key] = self._loop.create_task(work).cancel
-        elif worker.forward(self._output, call.key, call.request):
-            state.calls[call.key] = partial(worker.stop_forwarding, call.key)
+        elif engine.forward(self._output.put, call.key, call.request):
+            state.calls[call.key] = partial(engine.stop_forwarding, call.key)
         else:
-            state.calls[call.key] = self._loop.create_task(self._forward_later(worker, call, state)).cancel
+            state.calls[call.key] = self._loop.create_task(self._forward_later(engine, call, state)).cancel
 
-    async def _forward_later(self, worker: WorkerControl, call: RawGenerate, state: RequestState) -> None:
+    async def _forward_later(self, worker: WorkerEngine, call: RawGenerate, state: RequestState) -> None:
         try:
-            await worker.forward_when_running(self._output, call.key, call.request)
+            await worker.forward_when_running(self._output.put, call.key, call.request)
             state.calls[call.key] = partial(worker.stop_forwarding, call.key)
         except Exception as error:  # noqa: BLE001 (reported to the front end and logged)
             self._fail(call.key, error)
