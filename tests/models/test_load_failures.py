@@ -12,7 +12,7 @@ from dragoman.core.engine import Engine, Output
 from dragoman.core.errors import ModelFailed, ModelLoading
 from dragoman.core.request import GenerationRequest
 from dragoman.models import Catalog, ModelHost
-from dragoman.models.engine_loader import BuildEngine, OnEngineLost
+from dragoman.models.engine_loader import OnEngineLost
 
 EXPLODING = ModelSpec("m", "tests.support.engines:Exploding")
 INESTIMABLE = ModelSpec("m", "tests.support.engines:Unweighable")
@@ -140,12 +140,9 @@ class SlowEngine(Engine):
     def monotonic(self) -> float:
         return self.now
 
-    def build_engine(self, spec: ModelSpec, limits: Limits) -> BuildEngine:
-        async def build(on_lost: OnEngineLost) -> Engine:
-            self.on_lost = on_lost
-            return self
-
-        return build
+    async def build(self, spec: ModelSpec, limits: Limits, on_lost: OnEngineLost) -> Engine:
+        self.on_lost = on_lost
+        return self
 
     async def start(self) -> None:
         self.now += self.seconds
@@ -171,7 +168,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> tuple[SlowEngine, C
     engine = SlowEngine(seconds)
     for module in ("engine_loader", "model_host"):
         monkeypatch.setattr(f"dragoman.models.{module}.time", engine)
-    catalog = Catalog(settings(EXPLODING, Limits(load_seconds=5)), engine_factory=engine.build_engine)
+    catalog = Catalog(settings(EXPLODING, Limits(load_seconds=5)), engine_factory=engine.build)
     return engine, catalog, catalog.resolve("m").host
 
 

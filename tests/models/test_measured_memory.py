@@ -13,7 +13,7 @@ from dragoman.core.engine import Engine, Output
 from dragoman.core.errors import ModelFailed
 from dragoman.core.request import GenerationRequest
 from dragoman.models import Catalog, memory
-from dragoman.models.engine_loader import BuildEngine, OnEngineLost
+from dragoman.models.engine_loader import OnEngineLost
 
 SESSION_MEMORY = "dragoman.models.engine_loader.session_memory"
 SETTINGS = Settings(models=(ModelSpec("m", "scripted"),), models_dir=(), memory=1000)
@@ -72,12 +72,9 @@ async def test_engine_lost_during_measurement_fails_the_load(monkeypatch: pytest
     callbacks: list[OnEngineLost] = []
     has_gone = threading.Event()
 
-    def engine_factory(spec: ModelSpec, limits: Limits) -> BuildEngine:
-        async def build(on_lost: OnEngineLost) -> Engine:
-            callbacks.append(on_lost)
-            return Plain()
-
-        return build
+    async def engine_factory(spec: ModelSpec, limits: Limits, on_lost: OnEngineLost) -> Engine:
+        callbacks.append(on_lost)
+        return Plain()
 
     loop = asyncio.get_running_loop()
 

@@ -50,8 +50,8 @@ def family(children: int) -> Iterator[int]:
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "SESSIONS_SECONDS", 0.0)
+def fresh() -> None:
+    memory._read_sessions.cache_clear()
 
 
 def test_resident_memory() -> None:

@@ -22,6 +22,7 @@ import fnmatch
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
@@ -137,7 +138,7 @@ class Catalog:
             slots = spec.options.get("slots")
             host = ModelHost(
                 self.lifecycle.new_key(spec.name),
-                self._engine_factory(spec, settings.limits),
+                partial(self._engine_factory, spec, settings.limits),
                 self.lifecycle,
                 settings.limits,
                 slots if isinstance(slots, int) else None,

@@ -34,7 +34,7 @@ T = TypeVar("T")
 OnEngineLost = Callable[[str], None]
 """Called with the reason when an engine will not come back by itself."""
 BuildEngine = Callable[[OnEngineLost], Awaitable[Engine]]
-EngineFactory = Callable[[ModelSpec, Limits], BuildEngine]
+EngineFactory = Callable[[ModelSpec, Limits, OnEngineLost], Awaitable[Engine]]
 
 STOP_SECONDS = 10.0
 EXPECTED_SECONDS = 5.0
@@ -45,22 +45,17 @@ MAX_PAUSE = 60.0
 NOT_LOADED = "the model could not be loaded; see the server's log"
 
 
-def local_engine(spec: ModelSpec, limits: Limits) -> BuildEngine:
+async def local_engine(spec: ModelSpec, limits: Limits, on_lost: OnEngineLost) -> Engine:
     """Build the engine in this process, or in a worker if it needs one."""
-
-    async def build(on_lost: OnEngineLost) -> Engine:
-        cls = engine_class(spec.engine)
-        path = None
-        if spec.file is not None:
-            path = spec.locate() or await run_in_daemon_thread(partial(sources.fetch, spec.file))
-        options = spec.build_options(path)
-        if not cls.needs_worker(options):
-            return cls.configured(spec.name, options)
-        return WorkerEngine(
-            spec.engine, spec.name, dump_options(options), limits.stall_seconds, on_lost, limits.load_seconds
-        )
-
-    return build
+    cls = engine_class(spec.engine)
+    path = None
+    if spec.file is not None:
+        path = spec.locate() or await run_in_daemon_thread(partial(sources.fetch, spec.file))
+    options = spec.build_options(path)
+    if not cls.needs_worker(options):
+        return cls.configured(spec.name, options)
+    plain = dump_options(options)
+    return WorkerEngine(spec.engine, spec.name, plain, limits.stall_seconds, on_lost, limits.load_seconds)
 
 
 async def run_in_daemon_thread(work: Callable[[], T]) -> T:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -103,8 +104,8 @@ class KeyStore:
             routes=tuple(routes),
             limits=limits,
         )
-        lists = (msgspec.json.encode(part).decode() for part in (key.models, key.routes, key.limits))
-        row = (key.id, key.principal, key.digest, key.created, key.expires, None, *lists)
+        *plain, models, routes, limits = msgspec.structs.astuple(key)
+        row = *plain, *(msgspec.json.encode(part).decode() for part in (models, routes, limits))
         with self._transaction() as connection:
             connection.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
         return secret, key
@@ -175,7 +176,7 @@ class KeyReader:
             assert self._connection is not None
             _check_schema(self._connection)
             rows = self._connection.execute("SELECT * FROM keys ORDER BY created, id").fetchall()
-            keys = [_key(row) for row in rows]
+            keys = [_decode_row(row) for row in rows]
         except (sqlite3.Error, msgspec.MsgspecError, ConfigError) as error:
             self.close()
             raise StorageUnavailable("the keys cannot be read now; try again later") from error
@@ -212,16 +213,12 @@ def _check_schema(connection: sqlite3.Connection) -> None:
         raise ConfigError("it was created by a newer version of Dragoman")
 
 
-def _key(row: tuple[str, str, bytes, float, float | None, float | None, str, str, str]) -> ApiKey:
-    key_id, principal, hashed, created, expires, revoked, models, routes, limits = row
+def _decode_row(row: Sequence[Any]) -> ApiKey:
+    """Return the key of a row, whose columns are the fields of the key, in order; the last three are JSON."""
+    *plain, models, routes, limits = row
     return ApiKey(
-        id=key_id,
-        principal=principal,
-        digest=hashed,
-        created=created,
-        expires=expires,
-        revoked=revoked,
-        models=msgspec.json.decode(models, type=tuple[str, ...]),
-        routes=msgspec.json.decode(routes, type=tuple[RouteScope, ...]),
-        limits=msgspec.json.decode(limits, type=KeyLimits),
+        *plain,
+        msgspec.json.decode(models, type=tuple[str, ...]),
+        msgspec.json.decode(routes, type=tuple[RouteScope, ...]),
+        msgspec.json.decode(limits, type=KeyLimits),
     )
