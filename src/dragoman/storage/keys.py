@@ -214,11 +214,7 @@ def _check_schema(connection: sqlite3.Connection) -> None:
 
 
 def _decode_row(row: Sequence[Any]) -> ApiKey:
-    """Return the key of a row, whose columns are the fields of the key, in order; the last three are JSON."""
+    """Return the key of a row. Its columns are the fields of the key, in order; the last three are JSON."""
     *plain, models, routes, limits = row
-    return ApiKey(
-        *plain,
-        msgspec.json.decode(models, type=tuple[str, ...]),
-        msgspec.json.decode(routes, type=tuple[RouteScope, ...]),
-        msgspec.json.decode(limits, type=KeyLimits),
-    )
+    values = [*plain, *map(msgspec.json.decode, (models, routes, limits))]
+    return msgspec.convert(dict(zip(ApiKey.__struct_fields__, values, strict=True)), ApiKey)
