@@ -22,9 +22,8 @@ import msgspec
 from tools.ports import free_port
 
 from bench.frontend import Caller, Stream, cpu_seconds, run, served_until_ready
-from dragoman.core.delivery import EventQueue
 from dragoman.core.engine import Engine, ModelInfo
-from dragoman.core.events import Finished, Listener, Started, TextDelta, Usage, notify
+from dragoman.core.events import Event, Finished, Listener, Started, TextDelta, Usage, notify
 from dragoman.core.request import GenerationRequest
 
 
@@ -41,7 +40,7 @@ class Stepping(Engine):
     def __init__(self, name: str, options: SteppingOptions) -> None:
         self.name = name
         self.options = options
-        self._running: set[EventQueue] = set()
+        self._running: set[asyncio.Queue[Event]] = set()
         self._stepping: asyncio.Task[None] | None = None
 
     @classmethod
@@ -66,21 +65,19 @@ class Stepping(Engine):
         while True:
             await asyncio.sleep(1 / self.options.steps_per_second)
             for mailbox in self._running:
-                mailbox.put([TextDelta("word")])
+                mailbox.put_nowait(TextDelta("word"))
 
     async def deliver(self, request: GenerationRequest, listener: Listener) -> None:
-        mailbox, made = EventQueue(), 0
+        mailbox: asyncio.Queue[Event] = asyncio.Queue()
         wanted = self.options.tokens if request.max_tokens is None else request.max_tokens
         self._running.add(mailbox)
         try:
             await notify(listener, [Started(10)])
-            while made < wanted:
-                events = await mailbox.take()
-                made += len(events)
-                await notify(listener, events)
+            for _ in range(wanted):
+                await notify(listener, [await mailbox.get()])
         finally:
             self._running.discard(mailbox)
-        await notify(listener, [Finished("length", usage=Usage(10, made))])
+        await notify(listener, [Finished("length", usage=Usage(10, wanted))])
 
 
 @contextmanager

@@ -1,15 +1,14 @@
 """Delivery of events from an engine to its listener, in the event loop.
 
-    EventQueue        between callbacks that produce events and one consumer
+    EventQueue        between callbacks that produce events and one listener
     complete_events   runs an engine that is written as a generator
     pull_events       turns a delivery into an async generator
 
 Rules
-1. Events that were put into a queue before the end or an error are returned first; later ones are dropped.
-2. `take` returns at least one event, or nothing at the end. An empty `put` does not wake the consumer.
-3. `EventQueue.deliver` calls the listener from within `put`. Waking a task per event list is too slow for an engine
+1. Events that were put into a queue before the end or an error are delivered first; later ones are dropped.
+2. `EventQueue.deliver` calls the listener from within `put`. Waking a task per event list is too slow for an engine
    that advances hundreds of requests in one step. Events are queued only while the listener has asked to wait.
-4. A generator may yield text, events or lists of them, and may leave out `Started` and `Finished`. A plain generator
+3. A generator may yield text, events or lists of them, and may leave out `Started` and `Finished`. A plain generator
    runs in a thread of its own.
 """
 
@@ -72,20 +71,9 @@ class EventQueue:
         self._notify()
 
     def fail(self, error: Exception) -> None:
-        """Raise this error in `take` or `deliver`, after all events before it."""
+        """Raise this error in `deliver`, after all events before it."""
         self._error = error
         self._notify()
-
-    async def take(self) -> Sequence[Event]:
-        """Wait for events and return all of them; nothing at the end."""
-        while not self._events:
-            if self._error is not None:
-                raise self._error
-            if self._ended:
-                return ()
-            await self._wait()
-        taken, self._events = self._events, []
-        return taken
 
     async def deliver(self, listener: Listener) -> None:
         """Pass all events to a listener, until the end."""
@@ -95,8 +83,9 @@ class EventQueue:
                 pause = listener(taken)
             else:
                 self._listener = listener
+                self._wake = asyncio.get_running_loop().create_future()
                 try:
-                    await self._wait()
+                    await self._wake
                 except asyncio.CancelledError:
                     if inspect.iscoroutine(self._pause):
                         # Nothing will await it now.
@@ -115,10 +104,6 @@ class EventQueue:
             finally:
                 del error
 
-    async def _wait(self) -> None:
-        self._wake = asyncio.get_running_loop().create_future()
-        await self._wake
-
     def _notify(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
@@ -127,29 +112,25 @@ class EventQueue:
 async def pull_events(
     deliver: Callable[[Listener], Coroutine[None, None, None]],
 ) -> AsyncGenerator[Sequence[Event], None]:
-    """Turn a delivery into an async generator. The producer waits until each batch has been read."""
-    queue, is_read = EventQueue(), asyncio.Event()
+    """Turn a delivery into an async generator. The producer is at most one batch ahead of the reader."""
+    batches: asyncio.Queue[Sequence[Event]] = asyncio.Queue(1)
 
-    async def wait_until_read() -> None:
-        await is_read.wait()
-
-    def put(events: Sequence[Event]) -> Awaitable[None]:
-        is_read.clear()
-        queue.put(events)
-        return wait_until_read()
-
-    async def produce() -> None:
+    async def produce() -> Exception | None:
+        error = None
         try:
-            await deliver(put)
-            queue.end()
-        except Exception as error:  # noqa: BLE001 (the reader raises it)
-            queue.fail(error)
+            await deliver(batches.put)
+        except Exception as raised:  # noqa: BLE001 (the reader raises it)
+            error = raised
+        # An empty batch is the end.
+        await batches.put(())
+        return error
 
     producer = asyncio.create_task(produce())
     try:
-        while batch := await queue.take():
+        while batch := await batches.get():
             yield batch
-            is_read.set()
+        if (error := await producer) is not None:
+            raise error
     finally:
         producer.cancel()
         await asyncio.gather(producer, return_exceptions=True)
