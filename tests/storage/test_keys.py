@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def test_reading_creates_no_file(store: KeyStore) -> None:
 
 
 def test_reader_detects_every_change(store: KeyStore) -> None:
-    with KeyReader(store.path) as reader:
+    with closing(KeyReader(store.path)) as reader:
         assert not reader.has_changed()
         _, first = store.create("anna")
         assert reader.has_changed()
@@ -105,7 +106,7 @@ def test_invalid_database_file(store: KeyStore) -> None:
         store.all()
     with pytest.raises(ConfigError, match="cannot be written"):
         store.create("anna")
-    with KeyReader(store.path) as reader, pytest.raises(StorageUnavailable):
+    with closing(KeyReader(store.path)) as reader, pytest.raises(StorageUnavailable):
         reader.keys()
     assert store.path.read_bytes().startswith(b"this is no database")
 
@@ -148,7 +149,7 @@ def test_the_first_read_waits_for_a_writer(store: KeyStore) -> None:
     writer.execute("BEGIN EXCLUSIVE")
     timer = threading.Timer(0.5, writer.rollback)
     timer.start()
-    with KeyReader(store.path) as reader:
+    with closing(KeyReader(store.path)) as reader:
         assert reader.has_changed()
         assert len(reader.keys()) == 1
         timer.join()

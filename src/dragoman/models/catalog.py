@@ -170,10 +170,6 @@ class Catalog:
                 return model
         raise ModelNotFound(self._not_found_message(name), param="model")
 
-    def get_configured(self, name: str) -> ServedModel | None:
-        """Return the configured model of exactly this name; `find` handles all other names."""
-        return self.models.get(name.strip().lower())
-
     def fallbacks(self, model: ServedModel) -> Iterator[ServedModel]:
         """Yield the chain of fallback models, up to the first one that is missing."""
         while model.spec is not None and model.spec.fallback is not None:

@@ -16,7 +16,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ class KeyStore:
     def all(self) -> list[ApiKey]:
         """Return all keys, oldest first; an empty list if there is no file."""
         try:
-            with KeyReader(self.path) as reader:
+            with closing(KeyReader(self.path)) as reader:
                 return reader.keys() if reader.has_changed() else []
         except StorageUnavailable as error:
             raise ConfigError(f"the keys in {self.path} cannot be read: {error.__cause__}") from error
@@ -152,12 +152,6 @@ class KeyReader:
         self._connection: sqlite3.Connection | None = None
         self._last_version: tuple[int, int, int] | None = None
         self._has_read = False
-
-    def __enter__(self) -> "KeyReader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         # The data version is only valid for one connection.
