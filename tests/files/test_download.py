@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -91,11 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
+def site() -> Iterator[Site]:
     made = Site()
     made.files["/models/m.gguf"] = MODEL
     thread = threading.Thread(target=made.serve_forever)
@@ -122,25 +118,20 @@ def test_cut_off_download_resumes(site: Site) -> None:
     assert site.ranges() == [None, "bytes=100000-", "bytes=150000-"]
 
 
-def test_partial_file_of_an_earlier_run_is_used(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_file_of_an_earlier_run_is_used_unless_there_is_a_new_version(
+    site: Site, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = f"{site.url}/models/m.gguf"
     monkeypatch.setattr("dragoman.files.download.ATTEMPTS", 1)
-    site.cut = [100_000, 0]
-    with pytest.raises(ConfigError, match="the part received is kept: try again to resume"):
-        sources.fetch(source)
-    assert visible_files(tmp_path / "home") == []
-    assert sources.fetch(source).read_bytes() == MODEL
-    assert site.ranges()[-1] == "bytes=100000-"
-
-
-def test_new_version_restarts_the_download(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = f"{site.url}/models/m.gguf"
-    monkeypatch.setattr("dragoman.files.download.ATTEMPTS", 1)
-    site.cut = [100_000, 0]
-    with pytest.raises(ConfigError):
-        sources.fetch(source)
+    site.cut = [100_000, 0, 50_000]
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="the part received is kept: try again to resume"):
+            sources.fetch(source)
+    assert visible_files(home) == []
+    assert site.ranges() == [None, "bytes=100000-", "bytes=100000-"]
     site.files["/models/m.gguf"], site.etag = MODEL + b"more", '"two"'
     assert sources.fetch(source).read_bytes() == MODEL + b"more"
+    assert site.ranges()[-1] == "bytes=150000-"
 
 
 @pytest.mark.parametrize(
@@ -157,15 +148,13 @@ def test_new_version_restarts_the_download(site: Site, monkeypatch: pytest.Monke
         (None, "", "the server answered 404 Not Found"),
     ],
 )
-def test_invalid_file_is_deleted(
-    site: Site, tmp_path: Path, content: bytes | None, fragment: str, message: str
-) -> None:
+def test_invalid_file_is_deleted(site: Site, home: Path, content: bytes | None, fragment: str, message: str) -> None:
     del site.files["/models/m.gguf"]
     if content is not None:
         site.files["/models/m.gguf"] = content
     with pytest.raises(ConfigError, match=message):
         sources.fetch(f"{site.url}/models/m.gguf{fragment}")
-    assert visible_files(tmp_path / "home") == []
+    assert visible_files(home) == []
 
 
 def test_password_in_address_is_not_shown(site: Site) -> None:
@@ -258,13 +247,8 @@ def test_addresses_in_a_configuration_stay_addresses(tmp_path: Path) -> None:
 
 class TestHub:
     @pytest.fixture(autouse=True)
-    def hub(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-        constants = pytest.importorskip("huggingface_hub.constants")
-        monkeypatch.setattr(constants, "ENDPOINT", site.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", site.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    def hub(self, site: Site, use_hub: Callable[[str], None]) -> None:
+        use_hub(site.url)
         site.files["/org/repo/resolve/main/m-Q4_0.gguf"] = MODEL
 
     def test_file_of_a_repository(self, site: Site, tmp_path: Path) -> None:
@@ -290,12 +274,11 @@ class TestHub:
         path.with_name("big@v1-00002-of-00002.gguf").unlink()
         assert sources.locate(source) is None
 
-    def test_hash_of_the_source_is_verified(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-        site.files["/org/repo/resolve/main/m-Q4_0.gguf"] = MODEL
+    def test_hash_of_the_source_is_verified(self) -> None:
         with pytest.raises(ConfigError, match="is not the expected file"):
             sources.fetch(f"hf:org/repo/m-Q4_0.gguf#sha256={'1' * 64}")
 
-    def test_missing_file(self, tmp_path: Path) -> None:
+    def test_missing_file(self) -> None:
         with pytest.raises(ConfigError, match=r"hf:org/repo/none\.gguf: the hub answered: "):
             sources.fetch("hf:org/repo/none.gguf")
 
