@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dragoman.config.loading import Flags, load_settings
+from dragoman.config.loading import load as load_config
 from dragoman.config.model_spec import ModelSpec, SamplingDefaults
 from dragoman.config.settings import Limits, Settings
 from dragoman.core.errors import ConfigError
@@ -197,7 +198,8 @@ def test_flag_and_environment_select_the_file(folder: Path) -> None:
 
 
 def test_models_of_a_custom_engine() -> None:
-    settings = load_settings(None, Flags(aliases=("*=shout",), default="shout"), {}, offered=["shout"])
+    flags = Flags(aliases=("*=shout",), default="shout")
+    settings = load_config(None, flags, {}, offered=["shout"]).settings
     assert (settings.models, settings.default) == ((), "shout")
 
 

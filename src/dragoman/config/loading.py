@@ -94,10 +94,8 @@ class LoadedConfig(msgspec.Struct, frozen=True):
     locations: Locations
 
 
-def load_settings(
-    path: str | None, flags: Flags, environ: Mapping[str, str], *, offered: Sequence[str] = ()
-) -> Settings:
-    return load(path, flags, environ, offered=offered).settings
+def load_settings(path: str | None, flags: Flags, environ: Mapping[str, str]) -> Settings:
+    return load(path, flags, environ).settings
 
 
 def load(path: str | None, flags: Flags, environ: Mapping[str, str], *, offered: Sequence[str] = ()) -> LoadedConfig:

@@ -56,10 +56,6 @@ class AliasTable:
             return self.targets[name]
         return next((target for pattern, target in self.targets.items() if fnmatch.fnmatchcase(name, pattern)), None)
 
-    @property
-    def exact_names(self) -> list[str]:
-        return [alias for alias in self.targets if "*" not in alias and "?" not in alias]
-
 
 class Catalog:
     def __init__(
@@ -253,7 +249,8 @@ class Catalog:
         names = [model.name for model in self.models.values()]
         names += [found.name for found in self._runnable() if found.name not in names]
         same_name = [found.name for found in self.discovery.find_all(name.strip().lower())]
-        similar = same_name[:MAX_LISTED] or _similar_names(name, [*names, *self._aliases.exact_names])
+        exact_aliases = [alias for alias in self._aliases.targets if "*" not in alias and "?" not in alias]
+        similar = same_name[:MAX_LISTED] or _similar_names(name, [*names, *exact_aliases])
         listed = ", ".join(names[:MAX_LISTED]) + (", …" if len(names) > MAX_LISTED else "")
         message = f"model {shown!r} is not served here; "
         message += f"did you mean {' or '.join(similar)}? " if similar else ""

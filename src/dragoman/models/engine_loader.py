@@ -27,6 +27,7 @@ from dragoman.formats import get_format
 from dragoman.ipc.child_process import YOUNG_SECONDS, RestartBackoff
 from dragoman.ipc.worker_engine import MAX_DEATHS, WorkerEngine, dump_options
 from dragoman.models.memory import expected_memory, remember_memory, session_memory
+from dragoman.models.residency import Event, MemoryMeasured, ModelLost
 
 log = logging.getLogger("dragoman.models")
 
@@ -112,7 +113,7 @@ class LoadFailures:
 class EngineLoader:
     """The engine of one model. Without a spec, its memory is unknown and nothing is remembered."""
 
-    def __init__(self, key: str, build: BuildEngine, spec: ModelSpec | None = None) -> None:
+    def __init__(self, key: str, build: BuildEngine, spec: ModelSpec | None, feed: Callable[[Event], None]) -> None:
         self.key = key
         self.spec = spec
         self.engine: Engine | None = None
@@ -123,6 +124,8 @@ class EngineLoader:
         self.failures = LoadFailures()
         self.load_seconds = EXPECTED_SECONDS
         self._build = build
+        self._feed = feed
+        """Reports what happens to a loaded engine."""
         self._loading: Engine | None = None
         self._load_started_at = 0.0
 
@@ -177,9 +180,11 @@ class EngineLoader:
         return engine
 
     async def measure(self) -> int:
-        """Return the memory it takes now."""
+        """Return the memory it takes now, and report growth."""
         now = await asyncio.to_thread(session_memory, self.pid)
-        self.memory = max(self.memory, now)
+        if now > self.memory:
+            self.memory = now
+            self._feed(MemoryMeasured(self.key, now))
         return now
 
     async def unload(self) -> None:
@@ -192,6 +197,7 @@ class EngineLoader:
         self.failures.note_lost(reason, self.load_seconds)
         self.engine = None
         log.error("model %s: %s", self.key, reason)
+        self._feed(ModelLost(self.key))
 
     def fail(self, error: Exception) -> None:
         """Record and log that the model could not be loaded."""

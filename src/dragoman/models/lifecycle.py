@@ -49,7 +49,7 @@ class Lifecycle:
         return name if number == 1 else f"{name} ({number})"
 
     def residency_of(self, host: EngineLoader) -> ResidencyState:
-        return self.residency.models.get(host.key) or ResidencyState(0)
+        return self.residency.models.get(host.key) or ResidencyState()
 
     def wait_for_entry(self, host: EngineLoader) -> "asyncio.Future[None]":
         entry: asyncio.Future[None] = asyncio.get_running_loop().create_future()

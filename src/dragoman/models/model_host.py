@@ -17,10 +17,10 @@ from dragoman.config.settings import Limits
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ModelFailed, ModelLoading, QueueFull
 from dragoman.ipc.worker_engine import WorkerEngine
-from dragoman.models import residency
 from dragoman.models.admission import Admission
 from dragoman.models.engine_loader import NOT_LOADED, BuildEngine, EngineLoader
 from dragoman.models.lifecycle import Lifecycle
+from dragoman.models.residency import LoadRequested
 
 State = Literal["cold", "waiting", "loading", "ready", "unloading", "failed"]
 SPEED_WEIGHT = 0.2
@@ -39,7 +39,7 @@ class ModelHost(EngineLoader):
         slots: int | None = None,
         spec: ModelSpec | None = None,
     ) -> None:
-        super().__init__(key, build, spec)
+        super().__init__(key, build, spec, lifecycle.feed)
         self.limits = limits
         self.tokens_per_second: float | None = None
         self.admission = Admission(slots, limits.queue, limits.queue_seconds)
@@ -159,7 +159,7 @@ class ModelHost(EngineLoader):
 
     def load(self) -> None:
         """Start to load the model, unless it is loaded or loading."""
-        self._lifecycle.feed(residency.LoadRequested(self.key))
+        self._feed(LoadRequested(self.key))
 
     def retry_load(self) -> None:
         """Start to load a failed model if its pause is over; for callers that poll."""
@@ -176,15 +176,3 @@ class ModelHost(EngineLoader):
         assert self.engine is not None
         self.admission.resize(self.engine.slots)
         return size
-
-    async def measure(self) -> int:
-        """Return the memory it takes now, and report growth to the lifecycle."""
-        before = self.memory
-        now = await super().measure()
-        if now > before:
-            self._lifecycle.feed(residency.MemoryMeasured(self.key, now))
-        return now
-
-    def lose_engine(self, reason: str) -> None:
-        super().lose_engine(reason)
-        self._lifecycle.feed(residency.ModelLost(self.key))

@@ -150,7 +150,7 @@ Effect = ModelEffect
 class ResidencyState:
     """The state of one model."""
 
-    def __init__(self, order: int) -> None:
+    def __init__(self) -> None:
         self.keep_alive = math.inf
         self.is_pinned = False
         self.need: int | None = None
@@ -158,7 +158,7 @@ class ResidencyState:
         self.grown = 0
         """The most memory it took in use."""
         self.state: State = "unloaded"
-        self.order = order
+        self.order = 0
         self.running = 0
         self.waiting: dict[Ticket, None] = {}
         self.since = self.idle_since = 0.0
@@ -229,7 +229,7 @@ class Residency:
         if isinstance(event, LimitsChanged):
             self.budget, self.turn = event.budget, event.turn
         elif isinstance(event, ModelAdded):
-            model = self.models.setdefault(event.key, ResidencyState(0))
+            model = self.models.setdefault(event.key, ResidencyState())
             model.keep_alive, model.is_pinned, model.is_removed = event.keep_alive, event.is_pinned, False
         elif isinstance(event, ModelEvent):
             return self._apply_to(self.models[event.key], event, now)
