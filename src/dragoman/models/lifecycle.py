@@ -51,7 +51,8 @@ class Lifecycle:
     def residency_of(self, host: EngineLoader) -> ResidencyState:
         return self.residency.models.get(host.key) or ResidencyState()
 
-    def wait_for_entry(self, host: EngineLoader) -> "asyncio.Future[None]":
+    async def wait_for_entry(self, host: EngineLoader) -> None:
+        """Wait until the host is loaded and admits the request, which must `leave`."""
         entry: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         is_gone = host.key not in self._hosts
         if is_gone:
@@ -60,16 +61,15 @@ class Lifecycle:
         self.feed(residency.UseRequested(host.key, entry))
         if is_gone:
             self.feed(residency.ModelRemoved(host.key))
-        return entry
-
-    def cancel_entry(self, host: EngineLoader, entry: "asyncio.Future[None]") -> None:
-        """Stop waiting; an entry that has just been granted is given back."""
-        if entry.done() and not entry.cancelled():
-            if entry.exception() is None:
+        try:
+            await entry
+        except asyncio.CancelledError:
+            if entry.cancelled():
+                self.feed(residency.UseCancelled(host.key, entry))
+            elif entry.exception() is None:
+                # It was admitted at the same moment.
                 self.leave(host)
-            return
-        entry.cancel()
-        self.feed(residency.UseCancelled(host.key, entry))
+            raise
 
     def leave(self, host: EngineLoader) -> None:
         if not self.residency.leave(host.key, time.monotonic()):

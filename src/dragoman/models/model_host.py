@@ -100,39 +100,28 @@ class ModelHost(EngineLoader):
         if not self.limits.load_seconds:
             self.load()
             raise self._still_loading()
-        deadline = time.monotonic() + self.limits.load_seconds
-        await self._wait_for_load(self.limits.load_seconds)
-        if isinstance(self.engine, WorkerEngine) and self.engine.is_restarting:
-            await self._wait_for_restart(self.engine, deadline - time.monotonic())
+        if self.waiting >= self.limits.queue + (self.admission.slots or math.inf):
+            raise QueueFull(f"the queue of this model is full ({self.limits.queue} requests wait); try again later")
+        try:
+            async with asyncio.timeout(self.limits.load_seconds):
+                await self._lifecycle.wait_for_entry(self)
+                if isinstance(self.engine, WorkerEngine) and self.engine.is_restarting:
+                    await self._wait_for_restart(self.engine)
+        except TimeoutError:
+            raise self._still_loading() from None
         if self.engine is None:
             # The engine was lost as soon as it was loaded.
             self.leave()
             raise ModelFailed(NOT_LOADED, retry_after=1)
         return self.engine
 
-    async def _wait_for_load(self, seconds: float) -> None:
-        if self.waiting >= self.limits.queue + (self.admission.slots or math.inf):
-            raise QueueFull(f"the queue of this model is full ({self.limits.queue} requests wait); try again later")
-        entry = self._lifecycle.wait_for_entry(self)
-        try:
-            async with asyncio.timeout(seconds):
-                await entry
-        except (asyncio.CancelledError, TimeoutError) as error:
-            self._lifecycle.cancel_entry(self, entry)
-            if isinstance(error, TimeoutError):
-                raise self._still_loading() from None
-            raise
-
-    async def _wait_for_restart(self, worker: WorkerEngine, seconds: float) -> None:
+    async def _wait_for_restart(self, worker: WorkerEngine) -> None:
         """Wait for the worker; a request that has entered leaves on failure."""
         self._waiting_for_restart += 1
         try:
-            async with asyncio.timeout(seconds):
-                await worker.wait_until_running()
-        except BaseException as error:
+            await worker.wait_until_running()
+        except BaseException:
             self.leave()
-            if isinstance(error, TimeoutError):
-                raise self._still_loading() from None
             raise
         finally:
             self._waiting_for_restart -= 1
