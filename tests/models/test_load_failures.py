@@ -1,4 +1,4 @@
-"""Models that cannot be loaded: requests are refused and the reason is logged."""
+"""Loads that fail, and requests that leave while a model is being loaded."""
 
 import asyncio
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ from dragoman.models.engine_loader import OnEngineLost
 
 EXPLODING = ModelSpec("m", "tests.support.engines:Exploding")
 INESTIMABLE = ModelSpec("m", "tests.support.engines:Unweighable")
+SLOW = ModelSpec("m", "tests.support.engines:SlowToLoad")
 MISTAKEN = ModelSpec("m", "scripted", None, {"chunk": "many"})
 NO_WAIT = Limits(load_seconds=0)
 
@@ -199,3 +200,27 @@ async def test_long_lived_model_resets_the_pause(
     engine.broken = True
     assert await refused_for(host) == pause
     await catalog.stop()
+
+
+@pytest.mark.parametrize(
+    ("limits", "error"), [(Limits(), asyncio.CancelledError), (Limits(load_seconds=0.2), ModelLoading)]
+)
+async def test_request_that_leaves_does_not_cancel_the_load(limits: Limits, error: type[BaseException]) -> None:
+    catalog = Catalog(settings(SLOW, limits))
+    host = catalog.resolve("m").host
+    try:
+        leaving = asyncio.create_task(host.ready())
+        await asyncio.sleep(0.1)
+        host.set_limits(Limits())
+        staying = asyncio.create_task(host.ready())
+        await asyncio.sleep(0.2)
+        if error is asyncio.CancelledError:
+            leaving.cancel()
+        with pytest.raises(error):
+            await leaving
+        async with asyncio.timeout(60):
+            await staying
+        assert not catalog.lifecycle.residency_of(host).running
+        assert not catalog.lifecycle.residency_of(host).waiting
+    finally:
+        await catalog.stop()
