@@ -208,7 +208,9 @@ async def _in_thread(source: Iterable[Output]) -> AsyncGenerator[Sequence[Event]
             if events := _to_events(output):
                 capacity.acquire()
                 ready.append(events)
-                wake_reader()
+                # A reader that was woken for an earlier entry takes this one too.
+                if len(ready) == 1:
+                    wake_reader()
             if is_closed.is_set():
                 return
 
