@@ -280,9 +280,3 @@ class WorkerEngine(ProxyEngine):
                 timeout = EngineTimeout(f"the engine gave no answer within {self._stall_seconds:g} s")
                 worker.exit_error = Failure.of(timeout)
                 return
-
-
-def dump_options(options: msgspec.Struct) -> dict[str, Any]:
-    """Convert an engine's options to plain values that cross the pipe."""
-    plain: dict[str, Any] = msgspec.to_builtins(options)
-    return plain

@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.quantities import format_size
 from dragoman.config.settings import Limits
@@ -25,7 +27,7 @@ from dragoman.engines import engine_class
 from dragoman.files import sources
 from dragoman.formats import get_format
 from dragoman.ipc.child_process import YOUNG_SECONDS, RestartBackoff
-from dragoman.ipc.worker_engine import MAX_DEATHS, WorkerEngine, dump_options
+from dragoman.ipc.worker_engine import MAX_DEATHS, WorkerEngine
 from dragoman.models.memory import expected_memory, remember_memory, session_memory
 from dragoman.models.residency import Event, MemoryMeasured, ModelLost
 
@@ -55,7 +57,7 @@ async def local_engine(spec: ModelSpec, limits: Limits, on_lost: OnEngineLost) -
     options = spec.build_options(path)
     if not cls.needs_worker(options):
         return cls.configured(spec.name, options)
-    plain = dump_options(options)
+    plain = msgspec.to_builtins(options)
     return WorkerEngine(spec.engine, spec.name, plain, limits.stall_seconds, on_lost, limits.load_seconds)
 
 
