@@ -120,7 +120,7 @@ class KeyStore:
         """Return all keys, oldest first; an empty list if there is no file."""
         try:
             with closing(KeyReader(self.path)) as reader:
-                return reader.keys() if reader.has_changed() else []
+                return reader.read_changes() or []
         except StorageUnavailable as error:
             raise ConfigError(f"the keys in {self.path} cannot be read: {error.__cause__}") from error
 
@@ -160,12 +160,11 @@ class KeyReader:
             self._connection.close()
             self._connection = None
 
-    def has_changed(self) -> bool:
-        """Whether the store has changed since the last `keys`."""
-        return (version := self._version()) is not None and version != self._last_version
-
-    def keys(self) -> list[ApiKey]:
+    def read_changes(self) -> list[ApiKey] | None:
+        """Return all keys if the store has changed since the last call, otherwise None."""
         version = self._version()
+        if version is None or version == self._last_version:
+            return None
         try:
             assert self._connection is not None
             _check_schema(self._connection)
