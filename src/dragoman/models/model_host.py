@@ -64,7 +64,7 @@ class ModelHost(EngineLoader):
         """Seconds since the current load or restart began."""
         if self.state != "loading":
             return None
-        if isinstance(self.engine, WorkerEngine):
+        if isinstance(self.engine, WorkerEngine) and self.engine.is_restarting:
             return self.engine.restart_seconds
         return time.monotonic() - self._load_started_at
 
