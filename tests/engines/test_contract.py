@@ -20,7 +20,7 @@ from dragoman.core.request import GenerationRequest, Message, Sampling, Text
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions
 from dragoman.engines.upstream.engine import UpstreamEngine
 from dragoman.engines.upstream.options import UpstreamOptions
-from dragoman.ipc.worker_engine import WorkerEngine, dump_options
+from dragoman.ipc.worker_engine import WorkerEngine
 from tests.engines.vllm_model import CPU_ARGS, WITH_VLLM, smollm2_folder
 from tests.support.generation import whole
 from tests.support.server_process import serving
@@ -101,7 +101,7 @@ def scripted(path: Path) -> Engine:
 
 
 def scripted_in_a_worker(path: Path) -> Engine:
-    return WorkerEngine("scripted", "scripted", dump_options(ScriptedOptions(context=CONTEXT, tokens_per_second=100)))
+    return WorkerEngine("scripted", "scripted", {"context": CONTEXT, "tokens_per_second": 100})
 
 
 def llama_in_a_worker(path: Path) -> Engine:

@@ -105,12 +105,12 @@ async def test_cancelled_generation_ends_in_the_worker(engine: WorkerEngine) -> 
     stream = stream_events(engine, ask("slowly 100000"))
     await anext(stream)
     await stream.aclose()
-    tasks = [asyncio.create_task(engine.deliver(ask("slowly 1000"), lambda _: None)) for _ in range(20)]
+    tasks = [asyncio.create_task(engine.deliver(ask("slowly 100000"), lambda _: None)) for _ in range(20)]
     await asyncio.sleep(0)
+    assert len(unfinished) >= len(tasks)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert unfinished
     await until(lambda: not unfinished)
     assert len(await events(engine, "count 2")) == 4
 

@@ -120,10 +120,14 @@ class BadServer:
         path = head.split(" ")[1].partition("?")[0]
         length = next((line for line in head.split("\r\n") if line.startswith("content-length:")), "content-length: 0")
         body = await reader.readexactly(int(length.partition(":")[2]))
-        scripts = self.scripts.get(path, [NOT_FOUND])
-        script = scripts[min(len(self.requests[path]), len(scripts) - 1)]
+        script = self.script_for(path)
         self.requests[path].append(body)
         return await self._played(script, reader, writer)
+
+    def script_for(self, path: str) -> Iterable[Step]:
+        """The script of the next request; `heads` has its head already."""
+        scripts = self.scripts.get(path, [NOT_FOUND])
+        return scripts[min(len(self.requests[path]), len(scripts) - 1)]
 
     async def _played(self, script: Iterable[Step], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         for step in script:

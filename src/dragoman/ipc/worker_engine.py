@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dragoman.core.engine import ModelInfo, ProgressSink
+from dragoman.core.engine import ModelInfo, PutProgress
 from dragoman.core.errors import (
     ENCODE_ERRORS,
     ConfigError,
@@ -168,15 +168,15 @@ class WorkerEngine(ProxyEngine):
     async def call_method(self, method_call: MethodCall, value_type: type[T]) -> T:
         return await (await self._worker_for_request(method_call)).call_method(method_call, value_type)
 
-    def forward(self, sink: ProgressSink, key: int, request: msgspec.Raw) -> bool:
+    def forward(self, put: PutProgress, key: int, request: msgspec.Raw) -> bool:
         if self._worker is None:
             return False
         self._fatal.check(request)
-        self._worker.forward(sink, RawGenerate(key, request))
+        self._worker.forward(put, RawGenerate(key, request))
         return True
 
-    async def forward_when_running(self, sink: ProgressSink, key: int, request: msgspec.Raw) -> None:
-        (await self._worker_for_request(request)).forward(sink, RawGenerate(key, request))
+    async def forward_when_running(self, put: PutProgress, key: int, request: msgspec.Raw) -> None:
+        (await self._worker_for_request(request)).forward(put, RawGenerate(key, request))
 
     def stop_forwarding(self, key: int) -> None:
         if self._worker is not None:
@@ -275,9 +275,3 @@ class WorkerEngine(ProxyEngine):
                 timeout = EngineTimeout(f"the engine gave no answer within {self._stall_seconds:g} s")
                 worker.exit_error = Failure.of(timeout)
                 return
-
-
-def dump_options(options: msgspec.Struct) -> dict[str, Any]:
-    """Convert an engine's options to plain values that cross the pipe."""
-    plain: dict[str, Any] = msgspec.to_builtins(options)
-    return plain

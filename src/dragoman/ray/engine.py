@@ -55,7 +55,7 @@ NO_REPLICA = "no replica of this model is available; try again later"
 class Replica:
     async def __init__(self, spec: ModelSpec, limits: Limits) -> None:  # type: ignore[misc]
         self._lost_reason: str | None = None
-        self._engine = await local_engine(spec, limits)(self._note_lost)
+        self._engine = await local_engine(spec, limits, self._note_lost)
         await self._engine.start()
         for info in self._engine.models():
             get_format(info.format)

@@ -42,7 +42,7 @@ from dragoman.server.http.response import Receive, Scope, Send
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import ModelLease
 from dragoman.server.telemetry.recorder import Recorder
-from dragoman.storage.response_store import BasicResponseStore
+from dragoman.storage.response_store import ResponseStore
 
 STOPPING = "the server is stopping"
 METRICS_PATH = "/metrics"
@@ -116,7 +116,7 @@ class DeadlineMonitor:
 
 
 class BaseApp(ABC):
-    responses: BasicResponseStore
+    responses: ResponseStore
 
     def __init__(self, routes: RouteTable[Any], settings: Settings, telemetry: Recorder) -> None:
         self.routes = routes

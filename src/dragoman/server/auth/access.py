@@ -160,8 +160,7 @@ class _StoredKeys:
 
     def _read(self) -> None:
         self._checked_at = time.monotonic()
-        if self._reader.has_changed():
-            keys = self._reader.keys()
+        if (keys := self._reader.read_changes()) is not None:
             self._known = {key.id.encode(): (key, self._caller(key)) for key in keys}
             self._was_used = self._was_used or bool(keys)
         self._unreadable = None
