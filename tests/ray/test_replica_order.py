@@ -59,12 +59,12 @@ def test_tried_replicas_come_last() -> None:
 def test_new_replica_has_no_prefixes_of_its_predecessor() -> None:
     selector = selector_of("a", "b")
     selector.begin_call("a", SEA)()
-    end = selector.begin_call("b", MOUNTAINS)
     selector.update(["b", "new"])
-    end()
-    assert selector.order(SEA)[0] == "new"  # the least used one
-    selector.begin_call("b", SEA)()
+    end = selector.begin_call("new", MOUNTAINS)
     assert selector.order(SEA)[0] == "b"
+    end()
+    selector.begin_call("new", SEA)()
+    assert selector.order(SEA)[0] == "new"
 
 
 def test_late_end_does_not_change_the_count_of_a_new_replica() -> None:

@@ -11,8 +11,9 @@ Rules
    the replica reports that it is unhealthy, and Serve replaces it.
 """
 
+import itertools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -108,9 +109,7 @@ class ReplicaEngine(ProxyEngine):
             raise BadRequest(UNSENDABLE) from error
         call = ReplicaCall(body, hash_prefixes(request))
         has_output = False
-        tries = 0
-        while True:
-            tries += 1
+        for attempt in itertools.count(1):
             try:
                 async with aclosing(_merge_started(self._stream(call))) as batches:
                     async for events in batches:
@@ -118,7 +117,7 @@ class ReplicaEngine(ProxyEngine):
                         await notify(listener, events)
                 return
             except EngineDied:
-                if has_output or tries >= MAX_TRIES:
+                if has_output or attempt == MAX_TRIES:
                     raise
                 log.warning("request %s: its replica died before the first output; trying another", request.id)
                 call = call.retry()
@@ -151,20 +150,15 @@ class ReplicaEngine(ProxyEngine):
         while True:
             tries += 1
             try:
-                return await _await_result(method.remote, call)
-            except EngineDied:
-                if tries >= MAX_TRIES:
-                    raise
-                call = call.retry()
-
-
-async def _await_result(method: Callable[[ReplicaCall], Awaitable[bytes]], call: ReplicaCall) -> bytes:
-    try:
-        return await method(call)
-    except (RayError, RayServeException) as error:
-        raise _translate(error) from error
-    finally:
-        call.close()
+                answer: bytes = await method.remote(call)
+                return answer
+            except (RayError, RayServeException) as error:
+                translated = _translate(error)
+                if not isinstance(translated, EngineDied) or tries == MAX_TRIES:
+                    raise translated from error
+            finally:
+                call.close()
+            call = call.retry()
 
 
 async def _merge_started(batches: AsyncGenerator[Sequence[Event], None]) -> AsyncGenerator[Sequence[Event], None]:

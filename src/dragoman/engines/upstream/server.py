@@ -42,6 +42,7 @@ from dragoman.core.features import SAMPLING_FEATURES, Feature
 from dragoman.core.request import GenerationRequest, Sampling, Thinking
 from dragoman.core.urls import find_secrets, redact_secrets, remove_credentials
 from dragoman.engines.upstream.options import ServerOptions, UpstreamOptions
+from dragoman.engines.upstream.pool import PoolMember
 from dragoman.protocols import request_fields
 from dragoman.protocols.completions import client as completions
 from dragoman.protocols.registry import CLIENT_PROTOCOLS
@@ -130,8 +131,9 @@ class TrackedListener:
         return error is self._raised
 
 
-class UpstreamServer:
+class UpstreamServer(PoolMember):
     def __init__(self, server: ServerOptions, options: UpstreamOptions, key: str | None, engine_id: str) -> None:
+        super().__init__(server.weight, server.rank)
         self.url = remove_credentials(server.url)
         self.model = server.model
         self.planner = CallPlanner(
