@@ -20,12 +20,7 @@ from tests.engines.upstream_app import CHAT, STREAMED, USER, client_of, upstream
 from tests.support.bad_server import GREETING, HELLO, BadServer, whole
 from tests.support.server_process import Running, serving
 
-SCRIPT = {
-    "engine": "scripted",
-    "replies": [{"output": "tick " * 20}],
-    "tokens_per_second": 50,
-    "prefill_seconds": 0.2,
-}
+SCRIPT = {"engine": "scripted", "replies": [{"output": "tick " * 20}], "tokens_per_second": 50, "prefill_seconds": 0.2}
 
 
 @pytest.fixture

@@ -9,12 +9,7 @@ from dragoman.config.loading import Flags, load_settings
 from dragoman.server.http.server import tls_context
 from dragoman.server.routes import build_app
 from tests.engines.upstream_app import CHAT, USER, ask, ask_all, client_of, sent, upstream_app
-from tests.support.bad_server import (
-    HELLO,
-    BadServer,
-    answer,
-    refused,
-)
+from tests.support.bad_server import HELLO, BadServer, answer, refused
 from tests.support.certificates import write_certificate
 
 

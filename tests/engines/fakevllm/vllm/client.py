@@ -62,7 +62,7 @@ class AsyncEngineArgs:
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
-    steps_per_second: float = 100
+    steps_per_second: float = 500
     """Only in the fake."""
     dies_in: str = ""
     """Only in the fake: the call that kills the process, `tasks`, `loras` or `settings`."""
