@@ -50,4 +50,6 @@ async def collect(engine: Engine, request: GenerationRequest) -> Collected:
     started, *deltas, finished = [event for batch in batches for event in batch]
     assert isinstance(started, Started)
     assert isinstance(finished, Finished)
-    return Collected(started, tuple(delta for delta in deltas if isinstance(delta, TextDelta)), finished)
+    texts = tuple(delta for delta in deltas if isinstance(delta, TextDelta))
+    assert len(texts) == len(deltas)
+    return Collected(started, texts, finished)
