@@ -138,10 +138,10 @@ async def test_unsatisfiable_schema_is_rejected_with_its_field(engine: WorkerEng
 async def test_tool_calls_are_constrained_when_requested(always: bool) -> None:
     """The fake model answers "what grammar" with the grammar it was given."""
     async with start_engine(format="hermes", strict_tools=always) as engine:
-        for strict, mode in ((False, "auto"), (True, "auto"), (False, "required")):
+        for strict, choice in ((False, ToolChoice()), (True, ToolChoice()), (False, ToolChoice("required"))):
             tool = Tool("f", parameters={"type": "object"}, strict=strict)
-            request = chat("what grammar", tools=(tool,), tool_choice=ToolChoice(mode))
-            is_constrained = always or strict or mode == "required"
+            request = chat("what grammar", tools=(tool,), tool_choice=choice)
+            is_constrained = always or strict or choice.mode == "required"
             assert ("start:" in (await collect(engine, request)).text) is is_constrained
 
 
