@@ -125,16 +125,14 @@ def _build_app(settings: Settings, names: Mapping[str, str]) -> App:
     def engine_factory(spec: ModelSpec, limits: Limits) -> BuildEngine:
         if spec.name not in names:
             return local_engine(spec, limits)
-        return _replica_engine(spec, serve.get_deployment_handle(names[spec.name], app_name))
+        handle = serve.get_deployment_handle(names[spec.name], app_name)
+
+        async def build(on_lost: OnEngineLost) -> Engine:
+            return ReplicaEngine(spec.name, handle, _ongoing_requests(spec) * spec.ray.most)
+
+        return build
 
     app = build_app(settings, engine_factory=engine_factory)
     for model in app.catalog.models.values():
         model.host.load()
     return app
-
-
-def _replica_engine(spec: ModelSpec, handle: Any) -> BuildEngine:
-    async def build(on_lost: OnEngineLost) -> Engine:
-        return ReplicaEngine(spec.name, handle, _ongoing_requests(spec) * spec.ray.most)
-
-    return build
