@@ -261,7 +261,9 @@ def test_completions_of_text_and_token_ids(server: BadServer) -> None:
 
 def test_server_without_completions(server: BadServer) -> None:
     server.play(HELLO)
-    assert ask(upstream_app(server.url), "/v1/completions", prompt="hello").status_code == 501
+    response = ask(upstream_app(server.url), "/v1/completions", prompt="hello")
+    assert response.status_code == 501
+    assert response.json()["error"]["message"].endswith("does not support 'completion'")
 
 
 def test_embeddings_and_token_counts(server: BadServer) -> None:

@@ -110,11 +110,17 @@ class ReplicaEngine(ProxyEngine):
         call = ReplicaCall(body, hash_prefixes(request))
         has_output = False
         for attempt in itertools.count(1):
+            held: Sequence[Event] = ()
             try:
-                async with aclosing(_merge_started(self._stream(call))) as batches:
+                async with aclosing(self._stream(call)) as batches:
                     async for events in batches:
+                        # Hold back `Started` until the next events: until then another replica can be tried.
+                        if not has_output and len(events) == 1 and type(events[0]) is Started:
+                            held = events
+                            continue
                         has_output = True
-                        await notify(listener, events)
+                        await notify(listener, [*held, *events] if held else events)
+                        held = ()
                 return
             except EngineDied:
                 if has_output or attempt == MAX_TRIES:
@@ -159,18 +165,6 @@ class ReplicaEngine(ProxyEngine):
             finally:
                 call.close()
             call = call.retry()
-
-
-async def _merge_started(batches: AsyncGenerator[Sequence[Event], None]) -> AsyncGenerator[Sequence[Event], None]:
-    """Hold back `Started` until the next events: until then another replica can be tried."""
-    held: Sequence[Event] = ()
-    async with aclosing(batches):
-        async for events in batches:
-            if not held and len(events) == 1 and type(events[0]) is Started:
-                held = events
-                continue
-            yield [*held, *events] if held else events
-            held = ()
 
 
 def _translate(error: Exception) -> DragomanError:

@@ -46,7 +46,7 @@ from dragoman.core.errors import (
 )
 from dragoman.core.events import Finished, Listener, Started, Usage, notify
 from dragoman.core.features import SAMPLING_FEATURES, Feature
-from dragoman.core.request import GenerationRequest, Image
+from dragoman.core.request import GenerationRequest
 from dragoman.core.urls import parse_address, remove_credentials
 from dragoman.engines.upstream.health import HealthProber
 from dragoman.engines.upstream.options import UpstreamOptions, find_key_error, read_api_key
@@ -240,7 +240,7 @@ class UpstreamEngine(Engine):
         if self.options.image_urls:
             return
         for at, message in enumerate(request.messages):
-            if any(_is_remote(image) for image in message.images):
+            if any(image.data is None and not (image.url or "").startswith("data:") for image in message.images):
                 text = "image URLs are not passed on to this model's server; send the image as a data: URL or base64"
                 raise BadRequest(text, param=f"messages[{at}]")
 
@@ -296,10 +296,6 @@ class UpstreamEngine(Engine):
 def _for_server(request: GenerationRequest, model: str) -> GenerationRequest:
     """The request with the server's model name and without template options, which clients may not set there."""
     return msgspec.structs.replace(request, model=model, template_options={})
-
-
-def _is_remote(image: Image) -> bool:
-    return image.data is None and not (image.url or "").startswith("data:")
 
 
 def _pause_seconds(error: DragomanError) -> float | None:
