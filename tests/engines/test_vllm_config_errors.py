@@ -11,6 +11,7 @@ from dragoman.config.model_spec import ModelSpec
 from dragoman.engines.vllm.options import VllmOptions, build_engine_args, describe_error, find_errors, last_line
 from dragoman.models import read_static_info
 from tests.cli.test_cli import run
+from tests.engines.fakevllm.vllm.values import ValidationError
 from tests.engines.vllm_model import WITH_VLLM
 
 WITHOUT_VLLM = pytest.mark.skipif(WITH_VLLM, reason="a missing vllm is one more error")
@@ -147,32 +148,19 @@ def test_check_reports_missing_vllm(tmp_path: Path) -> None:
     assert run(tmp_path, "check").stderr.startswith("dragoman: dragoman.yaml:2: models.m.engine: vllm is not installed")
 
 
-class ValidationFailure(ValueError):
-    """Has the interface of pydantic's ValidationError."""
-
-    title = "SomeConfig"
-
-    def __init__(self, *entries: tuple[tuple[str, ...], str, object]) -> None:
-        super().__init__("3 validation errors\nFor further information visit https://errors.example")
-        self.entries = entries
-
-    def errors(self) -> list[dict[str, Any]]:
-        return [{"loc": loc, "msg": msg, "input": given} for loc, msg, given in self.entries]
-
-
 @pytest.mark.parametrize(
     ("error", "words"),
     [
         (
-            ValidationFailure((("max_num_batched_tokens",), "Too few", 0), (("max_num_seqs",), "Too few", 0)),
-            "args.max-num-seqs: Too few, not 0; SomeConfig.max_num_batched_tokens: Too few, not 0",
+            ValidationError((("max_num_batched_tokens",), "Too few", 0), (("max_num_seqs",), "Too few", 0)),
+            "args.max-num-seqs: Too few, not 0; SchedulerConfig.max_num_batched_tokens: Too few, not 0",
         ),
         (
-            ValidationFailure((("dtype", "literal"), "Not 'half'", "x"), (("dtype", "instance"), "No dtype", "x")),
+            ValidationError((("dtype", "literal"), "Not 'half'", "x"), (("dtype", "instance"), "No dtype", "x")),
             "args.dtype: Not 'half' or No dtype, not 'x'",
         ),
-        (ValidationFailure((("max_model_len",), "Should be less", 9)), "context: Should be less, not 9"),
-        (ValidationFailure(((), "Value error, 9 heads need 4", object())), "9 heads need 4"),
+        (ValidationError((("max_model_len",), "Should be less", 9)), "context: Should be less, not 9"),
+        (ValidationError(((), "Value error, 9 heads need 4", object())), "9 heads need 4"),
         (ValueError("one\n  two"), "one two"),
         (TypeError(), "TypeError"),
     ],

@@ -35,13 +35,13 @@ class ReplicaCall:
     def retry(self) -> "ReplicaCall":
         return ReplicaCall(self.body, self.links, self.tried)
 
-    def assign(self, replica: str, begin_count: Callable[[], Callable[[], None]]) -> None:
-        """Count the call for a replica; `begin_count` returns the function that ends the count."""
+    def assign(self, replica: str, selector: "ReplicaSelector") -> None:
+        """Count the call for a replica."""
         with self._lock:
             if self._is_closed or self._replica == replica:
                 return
             self._end_assignment()
-            self._replica, self._end_count = replica, begin_count()
+            self._replica, self._end_count = replica, selector.begin_call(replica, self.links)
 
     def close(self) -> None:
         """End the count: the call was answered or has failed."""
