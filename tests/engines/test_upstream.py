@@ -156,6 +156,12 @@ def test_rejected_essential_parameter_is_not_supported(server: BadServer, no: Sc
     assert second.status_code == 200
 
 
+def test_constraint_missing_in_a_protocol_is_not_supported(server: BadServer) -> None:
+    response = ask(upstream_app(server.url, protocol="messages"), structured_outputs={"regex": "a+"})
+    assert (response.status_code, response.json()["error"]["param"]) == (501, "structured_outputs.regex")
+    assert not server.requests["/v1/messages"]
+
+
 def test_server_that_rejects_stream_options(server: BadServer) -> None:
     server.play(refused("422 No", "Extra inputs are not permitted: stream_options"), HELLO)
     response = ask(upstream_app(server.url))
