@@ -34,7 +34,14 @@ from dragoman.core.errors import (
 )
 from dragoman.core.events import Listener
 from dragoman.core.request import GenerationRequest
-from dragoman.ipc.child_process import RestartBackoff, keep_running, kill_child, start_child, wait_for_event
+from dragoman.ipc.child_process import (
+    RestartBackoff,
+    keep_running,
+    kill_child,
+    start_child,
+    wait_for_event,
+    wait_for_exit,
+)
 from dragoman.ipc.engine_client import LoadReply, ProxyEngine, WorkerConnection, WorkerRequest
 from dragoman.ipc.framing import encode
 from dragoman.ipc.messages import EngineInfo, Failure, MethodCall, RawGenerate, Start, StartFailed, decode_request
@@ -231,11 +238,13 @@ class WorkerEngine(ProxyEngine):
                 self._died_at = time.monotonic()
             self.progress = None
             kill_child(process)
-            await process.wait()
-            worker.link.close()
-            if len(worker.unfinished) == 1:
-                (only_request,) = worker.unfinished.values()
-            worker.fail_pending()
+            try:
+                await wait_for_exit(process)
+            finally:
+                worker.link.close()
+                if len(worker.unfinished) == 1:
+                    (only_request,) = worker.unfinished.values()
+                worker.fail_pending()
         if only_request is not None and process.returncode not in KILLED:
             self._fatal.note_crash(only_request)
         self._backoff.note_failure(age=time.monotonic() - started_at)

@@ -107,11 +107,7 @@ def _deployment(spec: ModelSpec, name: str) -> Any:
         name=name,
         max_ongoing_requests=_ongoing_requests(spec),
         graceful_shutdown_timeout_s=scale.graceful_shutdown_timeout_s,
-        ray_actor_options={
-            "num_cpus": scale.num_cpus,
-            "num_gpus": scale.num_gpus,
-            "resources": dict(scale.resources),
-        },
+        ray_actor_options={"num_cpus": scale.num_cpus, "num_gpus": scale.num_gpus, "resources": dict(scale.resources)},
         request_router_config=RequestRouterConfig(request_router_class="dragoman.ray.router.PrefixRouter"),
         **scaling,
     )
