@@ -3,20 +3,24 @@
 import re
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
+from dragoman.core.request import GenerationRequest
+from dragoman.formats import FORMATS
 from dragoman.formats.syntax import ModelFormat
 from dragoman.grammar.masks import GrammarCache, build_tokenizer
-from dragoman.grammar.reply_grammar import GrammarModel
+from dragoman.grammar.reply_grammar import GrammarModel, ReplyGrammar, build_reply_grammar
 
 END = 256
 FIRST_MARKER = 257
+PIECES = (*(bytes([byte]) for byte in range(256)), b"<end>")
 
 
 @cache
 def tokenizer(markers: tuple[str, ...] = ()) -> LLTokenizer:
-    pieces = [bytes([byte]) for byte in range(256)] + [b"<end>"] + [marker.encode() for marker in markers]
+    pieces = [*PIECES, *(marker.encode() for marker in markers)]
     control = frozenset(range(END, len(pieces)))
     return build_tokenizer(pieces, control, frozenset({END}), lambda text: list(text.encode()))
 
@@ -26,6 +30,16 @@ def grammar_model(syntax: ModelFormat, *, control: bool = False, thinks: bool = 
     markers = sorted(syntax.markers) if control else []
     ids = {marker: FIRST_MARKER + i for i, marker in enumerate(markers)}
     return GrammarModel(syntax, ids, frozenset({END}), thinks)
+
+
+def reply(
+    kind: str, *, opened: bool = False, control: bool = False, thinks: bool = False, **fields: Any
+) -> ReplyGrammar:
+    """Return the grammar of the reply to a request with these fields."""
+    model = grammar_model(FORMATS[kind], control=control, thinks=thinks)
+    found = build_reply_grammar(GenerationRequest(**fields), model, opened=opened)
+    assert found is not None
+    return found
 
 
 def tokens(text: str, markers: Sequence[str] = ()) -> list[int]:

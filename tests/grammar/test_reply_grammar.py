@@ -22,6 +22,7 @@ from dragoman.formats import FORMATS
 from dragoman.grammar.reply_grammar import ReplyGrammar, build_reply_grammar
 from dragoman.grammar.schema_check import find_violations
 from dragoman.prompt.plain_text_tools import format_calls
+from tests.grammar import matching
 from tests.grammar.matching import accepts, follows, grammar_model, matcher, tokens
 
 WEATHER = Tool(
@@ -72,13 +73,8 @@ CALLS["hermes"] = tuple(text.replace("<tool_call>", "<tool_call>\n") for text in
 BARE = {"llama3", "pythonic", "json", "plain"}
 
 
-def reply(
-    kind: str, *, opened: bool = False, control: bool = False, thinks: bool = False, **fields: Any
-) -> ReplyGrammar:
-    request = GenerationRequest(**{"tools": (WEATHER, TIME), **fields})
-    found = build_reply_grammar(request, grammar_model(FORMATS[kind], control=control, thinks=thinks), opened=opened)
-    assert found is not None
-    return found
+def reply(kind: str, **fields: Any) -> ReplyGrammar:
+    return matching.reply(kind, **{"tools": (WEATHER, TIME), **fields})
 
 
 def markers(kind: str, control: bool) -> list[str]:
@@ -294,27 +290,6 @@ def test_invalid_constraints_are_rejected() -> None:
         assert raised.value.param is not None
     with pytest.raises(BadRequest):
         reply("hermes", tool_choice=ToolChoice("named", "other"))
-
-
-def test_references_resolve_within_their_tool() -> None:
-    node = {
-        "type": "object",
-        "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}},
-        "required": ["v"],
-    }
-    tree = Tool(
-        "tree", parameters={"type": "object", "properties": {"root": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
-    )
-    for kind, call in {
-        "hermes": '<tool_call>{"name": "tree", "arguments": {"root": {"v": 1, "next": {"v": 2}}}}</tool_call>',
-        "qwen_xml": "<tool_call><function=tree><parameter=root>\n"
-        '{"v": 1, "next": {"v": 2}}\n</parameter></function></tool_call>',
-        "pythonic": '[tree(root={"v": 1, "next": {"v": 2}})]',
-        "gemma": "<|tool_call>call:tree{root:{v:1,next:{v:2}}}<tool_call|>",
-    }.items():
-        reply_grammar = reply(kind, tools=(TIME, tree), tool_choice=ToolChoice("required"))
-        assert accepts(reply_grammar.grammar, call), kind
-        assert not accepts(reply_grammar.grammar, call.replace("2", "true")), kind
 
 
 def test_tool_gets_only_declared_parameters() -> None:

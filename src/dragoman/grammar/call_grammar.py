@@ -142,10 +142,8 @@ class CallGrammar:
         return f"{header} ({word})? {self.rules.literal(channels.message)} {self.arguments(tool)}"
 
     def arguments(self, tool: ToolGrammar) -> str:
-        options = "" if tool.capture is None else f'[capture="{tool.capture}"]'
-        return self.rules.add_rule(
-            "arguments", json_directive(ANY_OBJECT if tool.schema is None else tool.schema), options
-        )
+        directive = json_directive(ANY_OBJECT if tool.schema is None else tool.schema)
+        return self.rules.add_rule("arguments", directive, capture=tool.capture)
 
     def _document(self, tool: ToolGrammar) -> ParameterSchema:
         document = ParameterSchema(tool.schema, tool.full_schema, tool.path)

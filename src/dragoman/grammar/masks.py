@@ -16,8 +16,8 @@ Rules
 import re
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
@@ -56,7 +56,11 @@ CONTROL_PREFIX = b"\xff"
 
 
 class _VocabularyAdapter:
-    """A vocabulary in the form that llguidance's TokenizerWrapper requires."""
+    """A vocabulary in the form that llguidance's TokenizerWrapper requires. The model's tokenizer may normalize
+    characters or drop bytes. Then `tokenizer`, which is built from the vocabulary, takes the longest matches instead.
+    """
+
+    tokenizer: LLTokenizer | None = None
 
     def __init__(self, tokens: Sequence[bytes], control: frozenset[int], end: int, tokenize: Tokenize) -> None:
         self.tokens = tokens
@@ -65,27 +69,9 @@ class _VocabularyAdapter:
         self.tokenize = tokenize
 
     def __call__(self, text: bytes) -> Sequence[int]:
-        """The model's tokenizer may normalize characters or drop bytes. Then the longest matches are used instead."""
         tokens = self.tokenize(text.decode())
         is_exact = b"".join([self.tokens[token] for token in tokens]) == text
-        return tokens if is_exact else self._longest_matches(text)
-
-    @cached_property
-    def _ids(self) -> dict[bytes, int]:
-        return {piece: token for token, piece in enumerate(self.tokens) if piece}
-
-    def _longest_matches(self, text: bytes) -> list[int]:
-        longest = max(map(len, self._ids))
-        found: list[int] = []
-        start = 0
-        while start < len(text):
-            ends = range(min(start + longest, len(text)), start, -1)
-            end = next((end for end in ends if text[start:end] in self._ids), None)
-            if end is None:
-                break
-            found.append(self._ids[text[start:end]])
-            start = end
-        return found
+        return tokens if is_exact or self.tokenizer is None else self.tokenizer.greedy_tokenize(text.decode())
 
 
 def build_tokenizer(
@@ -95,16 +81,17 @@ def build_tokenizer(
     # llguidance requires an end token. If the model has none, token 0 stands in: it is allowed only where the reply may
     # end, and then the reply is complete.
     stops = sorted(ends) or [0]
-    return LLTokenizer(TokenizerWrapper(_VocabularyAdapter(tokens, control, stops[0], tokenize)), eos_token=stops)
+    adapter = _VocabularyAdapter(tokens, control, stops[0], tokenize)
+    adapter.tokenizer = LLTokenizer(TokenizerWrapper(adapter), eos_token=stops)
+    return adapter.tokenizer
 
 
-class CompiledGrammar:
+class CompiledGrammar(msgspec.Struct):
     """A compiled grammar and its first mask. If a reply `has_failed` with it, it must be compiled again."""
 
-    def __init__(self, matcher: LLMatcher, mask: Mask) -> None:
-        self.matcher = matcher
-        self.mask = mask
-        self.has_failed = False
+    matcher: LLMatcher
+    mask: Mask
+    has_failed: bool = False
 
 
 class Guide:

@@ -65,13 +65,7 @@ class TrialModel(msgspec.Struct, frozen=True):
     def build_tokenizer(self) -> LLTokenizer:
         """Return a tokenizer that takes the longest match in the vocabulary. The model's own tokenizer is in another
         process."""
-        built: list[LLTokenizer] = []
-
-        def tokenize(text: str) -> list[int]:
-            return built[0].greedy_tokenize(text) if built else []
-
-        built.append(build_tokenizer(self.pieces, self.control, self.model.ends, tokenize))
-        return built[0]
+        return build_tokenizer(self.pieces, self.control, self.model.ends, lambda text: ())
 
 
 class TrialJob(msgspec.Struct, frozen=True, array_like=True):
@@ -215,14 +209,10 @@ def receive(channel: socket.socket) -> bytes:
 
 
 def read_exactly(channel: socket.socket, size: int) -> bytes:
-    parts: list[bytes] = []
-    while size:
-        part = channel.recv(min(size, 1 << 20))
-        if not part:
-            raise EOFError
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+    data = channel.recv(size, socket.MSG_WAITALL)
+    if len(data) < size:
+        raise EOFError
+    return data
 
 
 def lower_priority() -> None:

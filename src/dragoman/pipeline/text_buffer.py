@@ -18,6 +18,7 @@ import msgspec
 T = TypeVar("T")
 Parser = Generator[None, None, T]
 """Yields when it needs more text and returns what it read."""
+Emit = Callable[[str], None]
 
 MAX_GAP = 256
 """Whitespace before a marker that belongs to the marker, at most."""
@@ -192,7 +193,7 @@ class TextBuffer:
         self.take(len(match))
         return bool(match)
 
-    def read_until(self, markers: Markers, emit: Callable[[str], None]) -> Parser[MarkerMatch]:
+    def read_until(self, markers: Markers, emit: Emit) -> Parser[MarkerMatch]:
         """Pass everything before the next marker to `emit`, and consume the marker."""
         while True:
             match = markers.search(self.window)

@@ -63,11 +63,10 @@ def _message_as_text(message: Message, capabilities: Capabilities, model_format:
     if not capabilities.results and message.role == "tool":
         name = f' name="{message.name}"' if message.name else ""
         return text_message("user", f"<tool_response{name}>\n{message.text}\n</tool_response>")
-    calls = [part for part in message.parts if isinstance(part, ToolCall)]
-    if capabilities.calls or not calls:
+    if capabilities.calls or not message.tool_calls:
         return message
-    rest = tuple(part for part in message.parts if isinstance(part, Reasoning))
-    text = "\n".join(filter(None, [message.text, format_calls(calls, model_format)]))
+    rest = [part for part in message.parts if isinstance(part, Reasoning)]
+    text = "\n".join(filter(None, [message.text, format_calls(message.tool_calls, model_format)]))
     return Message("assistant", (*rest, Text(text)), message.name)
 
 

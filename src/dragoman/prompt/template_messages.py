@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from dragoman.core.errors import DECODE_ERRORS
-from dragoman.core.request import Message, Reasoning, Role, Text, Tool, ToolCall, ToolResult
+from dragoman.core.request import Message, Role, Text, Tool, ToolCall, ToolResult
 
 TextTransform = Callable[[str], str]
 
@@ -74,14 +74,12 @@ def to_template_messages(
 
 def _optional_fields(message: Message, capabilities: Capabilities, mark: TextTransform) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    calls = [_call(part, capabilities, mark) for part in message.parts if isinstance(part, ToolCall)]
-    if calls:
-        fields["tool_calls"] = calls
+    if message.tool_calls:
+        fields["tool_calls"] = [_call(call, capabilities, mark) for call in message.tool_calls]
         if capabilities.null_content and not message.text:
             fields["content"] = None
-    thoughts = "".join(part.text for part in message.parts if isinstance(part, Reasoning))
-    if thoughts and capabilities.reasoning_key is not None:
-        fields[capabilities.reasoning_key] = mark(thoughts)
+    if message.reasoning and capabilities.reasoning_key is not None:
+        fields[capabilities.reasoning_key] = mark(message.reasoning)
     for part in message.parts:
         if isinstance(part, ToolResult):
             fields["tool_call_id"] = mark(part.call_id)
