@@ -1,39 +1,34 @@
 """The text buffer: parsers return the same result however the text is cut."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dragoman.pipeline.text_buffer import MAX_GAP, RECENT_LENGTH, Gap, MarkerMatch, Markers, Parser, TextBuffer
+from dragoman.pipeline.text_buffer import MAX_GAP, Gap, MarkerMatch, Markers, TextBuffer
 from tests.support.text_splits import cut, cuttings
 
 T = TypeVar("T")
 
 
-def read(reading: Callable[[TextBuffer], Parser[T]], pieces: Sequence[str]) -> tuple[T, TextBuffer]:
-    """Return the parser's result and the buffer after all pieces."""
-    buffer = TextBuffer()
-    running, answer = reading(buffer), None
+def until(markers: Markers, pieces: Sequence[str]) -> tuple[str, MarkerMatch, str]:
+    """Return the text before the marker, the marker, and the text after it."""
+    buffer, before = TextBuffer(), list[str]()
+    reading = buffer.read_until(markers, before.append)
+    match: MarkerMatch | None = None
     for piece in (*pieces, None):
         if piece is None:
             buffer.end()
         else:
             buffer.feed(piece)
-        if answer is None:
+        if match is None:
             try:
-                next(running)
+                next(reading)
             except StopIteration as done:
-                answer = (done.value,)
-    assert answer is not None
-    return answer[0], buffer
-
-
-def until(markers: Markers, pieces: Sequence[str]) -> tuple[str, MarkerMatch, str]:
-    before: list[str] = []
-    match, buffer = read(lambda buffer: buffer.read_until(markers, before.append), pieces)
+                match = done.value
+    assert match is not None
     return "".join(before), match, buffer.window
 
 
@@ -87,17 +82,6 @@ def test_only_possible_markers_are_held_back(text: str) -> None:
         assert not held or any(marker.startswith(held) for marker in markers.all)
 
 
-BEGINNINGS = [("abc", ("ab", "abc"), "abc"), ("abd", ("ab", "abc"), "ab"), ("ab", ("abc",), ""), ("", ("a",), "")]
-
-
-@pytest.mark.parametrize(("text", "texts", "expected"), BEGINNINGS)
-@settings(deadline=None)
-@given(cuts=cuttings())
-def test_starts_with_waits_for_the_longest(text: str, texts: tuple[str, ...], expected: str, cuts: list[int]) -> None:
-    match, buffer = read(lambda buffer: buffer.starts_with(texts), cut(text, cuts))
-    assert (match, buffer.window) == (expected, text)
-
-
 def test_push_back() -> None:
     buffer = TextBuffer()
     buffer.feed("abcdef")
@@ -109,15 +93,6 @@ def test_push_back() -> None:
     assert buffer.stop_recording() == "e"
     assert buffer.take(1) == "f"
     assert buffer.stop_recording() == ""
-
-
-def test_recent_text_is_limited() -> None:
-    buffer = TextBuffer()
-    buffer.feed("x" * RECENT_LENGTH)
-    buffer.take(RECENT_LENGTH)
-    buffer.mark_taken("yz")
-    assert buffer.position == RECENT_LENGTH + 2
-    assert buffer.recent == "x" * (RECENT_LENGTH - 2) + "yz"
 
 
 def test_large_input_is_windowed() -> None:

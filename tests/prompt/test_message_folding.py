@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from dragoman.core.errors import BadRequest
-from dragoman.core.events import Finished, Started, TextDelta, ToolCallDelta, ToolCallStart
 from dragoman.core.request import (
     GenerationRequest,
     Image,
@@ -21,9 +20,7 @@ from dragoman.core.request import (
 )
 from dragoman.formats import FORMATS
 from dragoman.formats.syntax import ModelFormat
-from dragoman.pipeline.split import SplitStage
 from dragoman.prompt import ChatTemplate
-from dragoman.prompt.plain_text_tools import format_calls
 from tests.prompt.families import CASES, source
 
 STRICT = (
@@ -184,19 +181,6 @@ def test_unsupported_tools_calls_and_results_become_text() -> None:
 )
 def test_calls_as_text_use_the_model_format(form: str, expected: str) -> None:
     assert expected in shown(OPEN, working(*CALLS), form)
-
-
-READ = ToolCall("call_1", "add", '{"a":1,"b":"x \\"q\\" {a,\\nü","c":[1,"z"],"d":{"k":null},"e":true,"f":null}')
-
-
-@pytest.mark.parametrize("form", [form for form in FORMATS.values() if form.calls], ids=lambda form: form.name)
-def test_calls_as_text_are_parsed_back(form: ModelFormat) -> None:
-    kinds = {"a": "integer", "b": "string", "c": "array", "d": "object", "e": "boolean", "f": "null"}
-    tools = (Tool("add", "", {"properties": {key: {"type": kind} for key, kind in kinds.items()}}), Tool("now"))
-    events = SplitStage(form, tools)([Started(), TextDelta(format_calls((READ, CALLS[1]), form)), Finished()])
-    assert [event.name for event in events if isinstance(event, ToolCallStart)] == ["add", "now"]
-    arguments = "".join(event.arguments for event in events if isinstance(event, ToolCallDelta))
-    assert arguments.replace(" ", "") == (READ.arguments + "{}").replace(" ", "")
 
 
 def test_format_without_call_markers_asks_for_json() -> None:

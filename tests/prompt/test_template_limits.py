@@ -181,10 +181,7 @@ def test_ordinary_operations_work_within_limits() -> None:
         "{{ 2.345 | round(1) }} {{ [1, 2] | sum }}"
     )
     template = ChatTemplate(source, bos="", eos="", control=[])
-    assert (
-        template.render(CHAT).text
-        == "262 ababab a-12345678 k:   1 a/b a,b a+b 1xNone x\n  y 2   x 1 a+b 1 2.3 3"
-    )
+    assert template.render(CHAT).text == "262 ababab a-12345678 k:   1 a/b a,b a+b 1xNone x\n  y 2   x 1 a+b 1 2.3 3"
 
 
 def test_time_limit_is_per_rendering() -> None:

@@ -188,8 +188,8 @@ def _merge_same_roles(messages: Iterable[Message]) -> Iterator[Message]:
 
 def _merge(messages: Sequence[Message]) -> Message:
     thought = "\n\n".join(message.reasoning for message in messages if message.reasoning)
-    text = Text("\n\n".join(message.text for message in messages if message.text))
-    calls = [call for message in messages for call in message.tool_calls]
+    text = "\n\n".join(message.text for message in messages if message.text)
+    parts: list[Part] = [Reasoning(thought)] if thought else []
+    parts += [Text(text), *(call for message in messages for call in message.tool_calls)]
     names = {message.name for message in messages}
-    parts = (Reasoning(thought), text, *calls) if thought else (text, *calls)
-    return Message(messages[0].role, parts, names.pop() if len(names) == 1 else None)
+    return Message(messages[0].role, tuple(parts), names.pop() if len(names) == 1 else None)

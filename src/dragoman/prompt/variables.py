@@ -30,7 +30,7 @@ def build_variables(
     """Return the variables, and the requested parameters that the template does not support. `thinks`: it supports
     reasoning."""
     options = _requested_options(request, allowed)
-    values = {"date_string": strftime_now("%d %b %Y")}
+    values: dict[str, Any] = {"date_string": strftime_now("%d %b %Y")}
     values |= _thinking_variables(request.thinking, compiled, capabilities) | options
     if request.documents:
         values["documents"] = list(request.documents)
