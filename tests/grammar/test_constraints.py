@@ -57,9 +57,9 @@ def patterns(count: int) -> JsonSchema:
 
 
 def server_pid(constraints: ConstraintCompiler) -> int:
-    pid = constraints.trials.pid
-    assert pid is not None
-    return pid
+    server = constraints.trials._server
+    assert server is not None
+    return server.process.pid
 
 
 def running_trials(constraints: ConstraintCompiler) -> list[str]:

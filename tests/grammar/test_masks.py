@@ -16,7 +16,7 @@ from dragoman.grammar import masks
 from dragoman.grammar.masks import MAX_GRAMMARS, GrammarCache, Guide, build_tokenizer
 from dragoman.grammar.schema import json_directive
 from dragoman.grammar.trial_server import CPU_SECONDS, resident_bytes
-from tests.grammar.matching import END, PIECES, reply, tokenizer, tokens
+from tests.grammar.matching import END, PIECES, Reply, tokenizer, tokens
 
 AGENT_TOOLS = Path(__file__).parent.parent / "data" / "agent_tools.json"
 
@@ -27,7 +27,7 @@ def grammars() -> GrammarCache:
 
 def guide_for(kept: GrammarCache, **fields: Any) -> Guide:
     """Return a guide for the reply to a request with these fields."""
-    reply_grammar = reply("hermes", **fields)
+    reply_grammar = Reply("hermes", **fields)
     return kept.create_guide(reply_grammar.grammar, reply_grammar.param)
 
 
@@ -42,14 +42,14 @@ def test_agent_tools_compile_within_the_cpu_limit(kind: str, mode: Any) -> None:
     tools, kept = agent_tools(), grammars()
     assert len(tools) == 24
     start = time.process_time()
-    reply_grammar = reply(kind, tools=tools, tool_choice=ToolChoice(mode))
+    reply_grammar = Reply(kind, tools=tools, tool_choice=ToolChoice(mode))
     kept.create_guide(reply_grammar.grammar, reply_grammar.param)
     assert time.process_time() - start < CPU_SECONDS
-    assert reply(kind, tools=tools, tool_choice=ToolChoice(mode)).grammar == reply_grammar.grammar
+    assert Reply(kind, tools=tools, tool_choice=ToolChoice(mode)).grammar == reply_grammar.grammar
 
 
 def test_agent_tools_are_fully_enforced() -> None:
-    assert reply("hermes", tools=agent_tools()).relaxed == ()
+    assert Reply("hermes", tools=agent_tools()).relaxed == ()
 
 
 def walk_through(guide: Guide, text: str) -> None:

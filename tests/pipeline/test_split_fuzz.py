@@ -25,7 +25,7 @@ FIELDS = {"{name}": "get_weather", "{key}": "city", "{index}": "0", "{string}": 
 def words(syntax: ModelFormat) -> list[str]:
     """Markers of the format and other text."""
     own = []
-    for text in syntax._texts():
+    for text in syntax.texts:
         filled = text
         for field, value in FIELDS.items():
             filled = filled.replace(field, value)
@@ -72,7 +72,7 @@ FENCES = [tick * length for tick in "`~" for length in range(1, 9)]
 
 def neighbours(syntax: ModelFormat) -> st.SearchStrategy[str]:
     """Runs of backticks and tildes, markers, prefixes of markers, and white space, next to each other."""
-    markers = sorted({*syntax.markers, *filter(None, syntax._texts())}) or ["<think>"]
+    markers = sorted({*syntax.markers, *filter(None, syntax.texts)}) or ["<think>"]
     beginnings = [marker[:end] for marker in markers for end in range(1, len(marker))]
     words = st.sampled_from
     mixed = words(FENCES) | words(markers) | words(beginnings) | words(SPACE) | words(LONG) | words(WORDS[syntax.name])

@@ -110,7 +110,7 @@ def test_template_with_reasoning_markers_supports_thinking(form: ModelFormat, ma
     ],
 )
 def test_prompt_that_ends_inside_reasoning(tail: str, inside: bool) -> None:
-    assert template(CONTENT_ONLY + tail, THINKS).render(asking()).thinking is inside
+    assert (template(CONTENT_ONLY + tail, THINKS).render(asking()).opener is not None) is inside
 
 
 @pytest.mark.parametrize("opener", [tags.open for tags in FORMATS["json"].thoughts])
@@ -120,18 +120,18 @@ def test_opener_is_the_open_reasoning_tag(opener: str) -> None:
 
 def test_prompt_that_ends_inside_a_hidden_channel() -> None:
     gemma, harmony = FORMATS["gemma"], FORMATS["harmony"]
-    assert template(CONTENT_ONLY + "<|channel>thought\n", gemma).render(asking()).thinking
-    assert not template(CONTENT_ONLY + "<|channel>final\n", gemma).render(asking()).thinking
-    assert template(CONTENT_ONLY + "<|channel|>analysis<|message|>", harmony).render(asking()).thinking
-    assert not template(CONTENT_ONLY + "<|channel|>final<|message|>", harmony).render(asking()).thinking
-    assert not template(CONTENT_ONLY + "<|start|>assistant", harmony).render(asking()).thinking
+    assert template(CONTENT_ONLY + "<|channel>thought\n", gemma).render(asking()).opener
+    assert not template(CONTENT_ONLY + "<|channel>final\n", gemma).render(asking()).opener
+    assert template(CONTENT_ONLY + "<|channel|>analysis<|message|>", harmony).render(asking()).opener
+    assert not template(CONTENT_ONLY + "<|channel|>final<|message|>", harmony).render(asking()).opener
+    assert not template(CONTENT_ONLY + "<|start|>assistant", harmony).render(asking()).opener
     named = ModelFormat("x", channels=Channels(open="<|channel>", hidden=("musing",)))
-    assert template(CONTENT_ONLY + "<|channel>musing", named).render(asking()).thinking
+    assert template(CONTENT_ONLY + "<|channel>musing", named).render(asking()).opener
 
 
 def test_reasoning_tag_in_content_does_not_open_reasoning() -> None:
     marked = ChatTemplate(CONTENT_ONLY, bos="", eos="", control=["<think>"], format=THINKS)
-    assert not marked.render(asking(text="say <think>")).thinking
+    assert not marked.render(asking(text="say <think>")).opener
 
 
 @pytest.mark.parametrize(
@@ -145,10 +145,10 @@ def test_reasoning_tag_in_content_does_not_open_reasoning() -> None:
 def test_thinking_switches_of_families(name: str, on: str, off: str) -> None:
     start = made(name).render(asking(Thinking(enabled=True)))
     assert start.text.endswith(on)
-    assert start.thinking is on.endswith("<think>")
+    assert (start.opener is not None) is on.endswith("<think>")
     closed = made(name).render(asking(Thinking(enabled=False)))
     assert closed.text.endswith(off)
-    assert not closed.thinking
+    assert closed.opener is None
 
 
 def test_harmony_effort_levels() -> None:

@@ -56,11 +56,6 @@ class TrialClient:
         self._server: _ServerProcess | None = None
         self._starting = asyncio.Lock()
 
-    @property
-    def pid(self) -> int | None:
-        """Process id of the running trial server."""
-        return None if self._server is None else self._server.process.pid
-
     async def run(self, job: bytes) -> TrialOutcome | None:
         """Return the outcome of the job, or None if the trial reached a limit."""
         # The server may have died since the last trial, so a trial that does not start is repeated once.

@@ -58,10 +58,6 @@ class Prompt(msgspec.Struct, frozen=True):
     def text(self) -> str:
         return "".join(segment.text for segment in self.segments)
 
-    @property
-    def thinking(self) -> bool:
-        return self.opener is not None
-
 
 class ChatTemplate:
     """A compiled chat template; without a source, the fallback. `control` are the texts of the model's control tokens,
