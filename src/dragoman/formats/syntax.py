@@ -99,6 +99,11 @@ class CallSection(msgspec.Struct, frozen=True):
     multiple: bool = False
     separator: str = ""
 
+    @property
+    def is_list(self) -> bool:
+        """Whether the calls are always written as one list."""
+        return isinstance(self.call, Pythonic) or (isinstance(self.call, JsonCall) and self.call.array)
+
 
 class Channels(msgspec.Struct, frozen=True):
     """`open` and a name switch to a channel, which lasts until the next `open` or one of `ends`.

@@ -123,14 +123,15 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class ParameterSchema:
-    """The schema of a tool's parameters, with references resolved."""
+    """The schema of a tool's parameters, with references resolved. `relaxed` and `checks` receive what is not enforced
+    here."""
 
-    def __init__(self, schema: Any, full_schema: Any, base: str) -> None:
+    def __init__(self, schema: Any, full_schema: Any, base: str, relaxed: list[str], checks: list[SchemaCheck]) -> None:
         self.schema = schema if isinstance(schema, Mapping) else {}
         self.full_schema = full_schema
         self.base = base
-        self.relaxed: list[str] = []
-        self.checks: list[SchemaCheck] = []
+        self.relaxed = relaxed
+        self.checks = checks
         self.subschemas = Subschemas(self.schema)
 
     def properties(self, schema: Any, parts: PathParts = ()) -> list[Parameter] | None:

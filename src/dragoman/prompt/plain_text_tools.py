@@ -17,7 +17,6 @@ from dragoman.formats.syntax import (
     JsonCall,
     ModelFormat,
     NamedJson,
-    Pythonic,
     Tagged,
     split_fields,
 )
@@ -42,7 +41,7 @@ def write_tools_as_text(
 def format_calls(calls: Sequence[ToolCall], model_format: ModelFormat) -> str:
     section = _call_section(model_format)
     texts = [_format_call(call, index, section.call) for index, call in enumerate(calls)]
-    if (isinstance(section.call, JsonCall) and section.call.array) or isinstance(section.call, Pythonic):
+    if section.is_list:
         texts = [f"[{', '.join(texts)}]"]
     if section.multiple:
         return f"{section.open}{(section.separator or chr(10)).join(texts)}{section.close}"
