@@ -42,10 +42,10 @@ def play(
 ) -> list[Event]:
     """Return the events for these pieces, each of which is one token."""
     stage = SplitStage(FORMATS[name], tools, parallel=parallel, shaped=shaped)
-    return run([stage], [Started(thinking=thinking), *map(TextDelta, pieces), Finished(reason)])
+    return run([Started(thinking=thinking), *map(TextDelta, pieces), Finished(reason)], stage)
 
 
-def run(stages: Sequence[Stage], events: Iterable[Event]) -> list[Event]:
+def run(events: Iterable[Event], *stages: Stage) -> list[Event]:
     """Pass the events through the stages one by one, until the reply is finished."""
     out: list[Event] = []
     for event in events:

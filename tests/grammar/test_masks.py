@@ -25,10 +25,10 @@ def grammars() -> GrammarCache:
     return GrammarCache(tokenizer())
 
 
-def guide_for(kept: GrammarCache, **fields: Any) -> Guide:
+def guide_for(cache: GrammarCache, **fields: Any) -> Guide:
     """Return a guide for the reply to a request with these fields."""
     reply_grammar = Reply("hermes", **fields)
-    return kept.create_guide(reply_grammar.grammar, reply_grammar.param)
+    return cache.create_guide(reply_grammar.grammar, reply_grammar.param)
 
 
 def agent_tools() -> tuple[Tool, ...]:
@@ -39,11 +39,11 @@ def agent_tools() -> tuple[Tool, ...]:
 @pytest.mark.parametrize("mode", ["auto", "required"])
 @pytest.mark.parametrize("kind", ["hermes", "qwen_xml", "llama3", "pythonic", "mistral", "harmony", "gemma"])
 def test_agent_tools_compile_within_the_cpu_limit(kind: str, mode: Any) -> None:
-    tools, kept = agent_tools(), grammars()
+    tools, cache = agent_tools(), grammars()
     assert len(tools) == 24
     start = time.process_time()
     reply_grammar = Reply(kind, tools=tools, tool_choice=ToolChoice(mode))
-    kept.create_guide(reply_grammar.grammar, reply_grammar.param)
+    cache.create_guide(reply_grammar.grammar, reply_grammar.param)
     assert time.process_time() - start < CPU_SECONDS
     assert Reply(kind, tools=tools, tool_choice=ToolChoice(mode)).grammar == reply_grammar.grammar
 
@@ -108,36 +108,36 @@ def test_required_text_that_the_models_tokenizer_changes() -> None:
 
 
 def test_guides_of_one_grammar_are_independent() -> None:
-    kept = grammars()
-    one, other = (kept.create_guide('start: "ab" | "cd"', "here") for _ in range(2))
+    cache = grammars()
+    one, other = (cache.create_guide('start: "ab" | "cd"', "here") for _ in range(2))
     walk_through(one, "ab")
     walk_through(other, "cd")
-    assert len(kept.cache) == 1
+    assert len(cache.cache) == 1
 
 
 def test_cache_evicts_least_recently_used_grammar() -> None:
-    kept = grammars()
+    cache = grammars()
     for i in range(MAX_GRAMMARS + 10):
-        kept.create_guide(f'start: "{i}"', "here")
-        kept.create_guide('start: "always"', "here")
-    assert len(kept.cache) == MAX_GRAMMARS
-    assert kept.cache.get('start: "always"') is not None
-    assert kept.cache.get('start: "0"') is None
+        cache.create_guide(f'start: "{i}"', "here")
+        cache.create_guide('start: "always"', "here")
+    assert len(cache.cache) == MAX_GRAMMARS
+    assert cache.cache.get('start: "always"') is not None
+    assert cache.cache.get('start: "0"') is None
 
 
 def test_memory_is_bounded_with_many_schemas() -> None:
-    kept = grammars()
+    cache = grammars()
 
     def compile_some(first: int, count: int) -> None:
         for i in range(first, first + count):
             schema = {"type": "object", "properties": {f"p{i}": {"type": "string", "pattern": f"^{i}[a-z]+$"}}}
-            guide_for(kept, constraint=JsonSchema(schema))
+            guide_for(cache, constraint=JsonSchema(schema))
 
     compile_some(0, 300)
     before = resident_bytes()
     compile_some(300, 700)
     assert resident_bytes() - before < 32e6
-    assert kept.cache.size < masks.MAX_BYTES
+    assert cache.cache.size < masks.MAX_BYTES
 
 
 def test_reply_with_slow_masks_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,11 +160,11 @@ def follow_random_text(guide: Guide, count: int) -> None:
 
 
 def test_grammar_that_becomes_too_complex_is_recompiled_for_the_next_reply() -> None:
-    kept = grammars()
+    cache = grammars()
     with pytest.raises(InvalidSchema, match="too many states") as raised:
-        follow_random_text(guide_for(kept, constraint=BRANCHING), 200_000)
+        follow_random_text(guide_for(cache, constraint=BRANCHING), 200_000)
     assert raised.value.param == "constraint"
-    follow_random_text(guide_for(kept, constraint=BRANCHING), 50)
+    follow_random_text(guide_for(cache, constraint=BRANCHING), 50)
 
 
 def test_ambiguous_grammar_fails_its_reply_within_its_time_limit() -> None:

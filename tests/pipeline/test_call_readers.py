@@ -62,7 +62,7 @@ STREAMED = [
 @pytest.mark.parametrize(("name", "head"), STREAMED)
 def test_strings_are_streamed(name: str, head: str) -> None:
     stage = SplitStage(FORMATS[name], [TOOL])
-    events = run([stage], [Started(), TextDelta(head)])
+    events = run([Started(), TextDelta(head)], stage)
     for i in range(1, 50):
         events += stage([TextDelta("word ")])
         reported = "".join(event.arguments for event in events if isinstance(event, ToolCallDelta))

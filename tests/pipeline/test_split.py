@@ -80,7 +80,7 @@ def test_empty_delta() -> None:
 
 
 def test_stream_without_started_event() -> None:
-    events = run([SplitStage(FORMATS["hermes"])], [TextDelta("<think>a</think>b"), Finished()])
+    events = run([TextDelta("<think>a</think>b"), Finished()], SplitStage(FORMATS["hermes"]))
     assert events == [ReasoningDelta("a"), TextDelta("b", 0), Finished()]
 
 
@@ -117,7 +117,7 @@ def test_calls_before_a_malformed_call_are_kept() -> None:
 
 
 def test_engine_warnings_are_kept() -> None:
-    events = run([started()], [TextDelta("<tool_call>x"), Finished(warnings=("of the engine",))])
+    events = run([TextDelta("<tool_call>x"), Finished(warnings=("of the engine",))], started())
     assert joined([Started(), *events]).warnings[0] == "of the engine"
     assert len(joined([Started(), *events]).warnings) == 2
 
@@ -163,7 +163,7 @@ def test_engine_finishes_a_single_call() -> None:
 
 # Rule 4: ambiguous markers in reasoning.
 
-DOUBTS: list[tuple[str, tuple[Part, ...]]] = [
+AMBIGUOUS: list[tuple[str, tuple[Part, ...]]] = [
     ("<think>a `</think>` b</think>c", (Reasoning("a `</think>` b"), Text("c"))),
     ('<think>a "</think>" b</think>c', (Reasoning('a "</think>" b'), Text("c"))),
     ("<think>it's '</think>' b</think>c", (Reasoning("it's '</think>' b"), Text("c"))),
@@ -188,7 +188,7 @@ DOUBTS: list[tuple[str, tuple[Part, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("output", "expected"), DOUBTS)
+@pytest.mark.parametrize(("output", "expected"), AMBIGUOUS)
 @settings(max_examples=20, deadline=None)
 @given(cuts=cuttings())
 def test_ambiguous_markers_in_reasoning(output: str, expected: tuple[Part, ...], cuts: list[int]) -> None:
@@ -259,15 +259,14 @@ def test_token_ids_go_with_text_and_reasoning_only() -> None:
 @given(cuts=cuttings())
 def test_token_ids_are_ordered_and_unique(cuts: list[int]) -> None:
     pieces = cut("<think>why</think>The answer\n<table> is plain.", cuts)
-    events = run([started()], [*(token(piece, i) for i, piece in enumerate(pieces)), Finished()])
-    told = [number for event in events if isinstance(event, TextDelta | ReasoningDelta) for number in event.tokens]
-    assert told == sorted(set(told))
+    events = run([*(token(piece, i) for i, piece in enumerate(pieces)), Finished()], started())
+    numbers = [number for event in events if isinstance(event, TextDelta | ReasoningDelta) for number in event.tokens]
+    assert numbers == sorted(set(numbers))
     assert count_tokens(events) == len(pieces)
 
 
-def tallied(output: str, usage: Usage | None = None) -> Usage:
-    stages = [SplitStage(FORMATS["hermes"], TOOLS), CountStage()]
-    last = run(stages, [Started(7), *map(TextDelta, output.split("|")), Finished(usage=usage)])[-1]
+def reported_usage(output: str, usage: Usage | None = None) -> Usage:
+    last = run([Started(7), *map(TextDelta, output.split("|")), Finished(usage=usage)], started(), CountStage())[-1]
     assert isinstance(last, Finished)
     assert last.usage is not None
     return last.usage
@@ -275,10 +274,10 @@ def tallied(output: str, usage: Usage | None = None) -> Usage:
 
 def test_reasoning_tokens_are_counted() -> None:
     # The token of the opener counts with the reasoning, that of the closer with the text.
-    assert tallied("<think>|a|b|</think>|c|d") == Usage(prompt=7, completion=6, reasoning=3)
-    assert tallied("a|b") == Usage(prompt=7, completion=2)
-    told = Usage(prompt=9, completion=6, cached=4)
-    assert tallied("<think>|a|b|</think>|c|d", told) == Usage(prompt=9, completion=6, cached=4, reasoning=3)
+    assert reported_usage("<think>|a|b|</think>|c|d") == Usage(prompt=7, completion=6, reasoning=3)
+    assert reported_usage("a|b") == Usage(prompt=7, completion=2)
+    usage = Usage(prompt=9, completion=6, cached=4)
+    assert reported_usage("<think>|a|b|</think>|c|d", usage) == Usage(prompt=9, completion=6, cached=4, reasoning=3)
 
 
 def test_tokens_without_text_are_counted() -> None:
@@ -289,8 +288,7 @@ def test_tokens_without_text_are_counted() -> None:
 
 
 def stopped(pieces: Sequence[str], *stops: str) -> tuple[tuple[Part, ...], str | None]:
-    stages = [SplitStage(FORMATS["hermes"], TOOLS), StopStage(stops)]
-    events = run(stages, [Started(), *map(TextDelta, pieces), Finished()])
+    events = run([Started(), *map(TextDelta, pieces), Finished()], started(), StopStage(stops))
     last = events[-1]
     assert isinstance(last, Finished)
     return joined(events).parts, last.stop

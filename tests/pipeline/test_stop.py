@@ -31,7 +31,7 @@ CASES = [
 
 
 def play(pieces: Sequence[str], stops: Sequence[str]) -> list[Event]:
-    return run([StopStage(stops)], [*map(TextDelta, pieces), Finished()])
+    return run([*map(TextDelta, pieces), Finished()], StopStage(stops))
 
 
 def outcome(events: Sequence[Event]) -> tuple[str, str | None]:
@@ -97,11 +97,11 @@ def test_other_events_keep_their_order() -> None:
 
 
 def test_events_after_the_stop_do_not_count() -> None:
-    told = Finished(usage=Usage(prompt=3, completion=9))
-    stopped = StopStage(["END"])([TextDelta("an "), TextDelta("END"), TextDelta(" and more"), told])
+    last = Finished(usage=Usage(prompt=3, completion=9))
+    stopped = StopStage(["END"])([TextDelta("an "), TextDelta("END"), TextDelta(" and more"), last])
     assert stopped == [TextDelta("an "), TextDelta("", 1), Finished("stop", stop="END")]
-    uncounted = StopStage(["END"])([TextDelta("an END and more", 0), told])
-    assert uncounted == [TextDelta("an ", 0), Finished("stop", stop="END", usage=told.usage)]
+    uncounted = StopStage(["END"])([TextDelta("an END and more", 0), last])
+    assert uncounted == [TextDelta("an ", 0), Finished("stop", stop="END", usage=last.usage)]
 
 
 def test_tokens_are_counted_with_their_text() -> None:
@@ -135,6 +135,6 @@ class Nodes(list[dict[str, int]]):
 def test_each_character_is_processed_once(text: str) -> None:
     stage = StopStage(["a" * 50 + "b", "ab" * 20 + "c"])
     stage._matcher._next = nodes = Nodes(stage._matcher._next)
-    assert outcome(run([stage], [*map(TextDelta, cut(text, [*range(0, len(text), 4)])), Finished()])) == (text, None)
+    assert outcome(run([*map(TextDelta, cut(text, [*range(0, len(text), 4)])), Finished()], stage)) == (text, None)
     # Two per character, and one for each fallback, which gives up a character that an earlier step consumed.
     assert nodes.visits <= 3 * len(text)

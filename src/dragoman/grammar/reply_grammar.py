@@ -145,10 +145,7 @@ class _ReplyGrammarBuilder:
         param = constraint_param(self.request)
         if isinstance(constraint, OneOf):
             return self._choices(constraint, param)
-        text = constraint.text if isinstance(constraint, Grammar) else _regex_grammar(constraint, param)
-        if isinstance(constraint, Grammar):
-            _check_grammar(text, param)
-        self.subgrammars.append({"name": "answer", "lark_grammar": text})
+        self.subgrammars.append({"name": "answer", "lark_grammar": _grammar_text(constraint, param)})
         return "@answer"
 
     def _choices(self, constraint: OneOf, param: str) -> str:
@@ -324,19 +321,16 @@ def _close_objects(schema: Any) -> Any:
     return closed
 
 
-def _regex_grammar(constraint: Regex, param: str) -> str:
-    if len(constraint.pattern) > MAX_PATTERN or count_repeats(constraint.pattern) > MAX_REPEATS:
-        raise InvalidSchema(
-            f"{param}: a regular expression may have at most {MAX_PATTERN} characters and {MAX_REPEATS} repetitions",
-            param=param,
-        )
-    return f"start: /{regex_to_lark(constraint.pattern, '')}/"
-
-
-def _check_grammar(text: str, param: str) -> None:
-    if len(text) > MAX_GRAMMAR:
-        raise InvalidSchema(
-            f"{param}: the grammar has {len(text)} characters; at most {MAX_GRAMMAR} are allowed", param=param
-        )
-    if max_repeat_count(text) > MAX_REPEATS:
+def _grammar_text(constraint: Regex | Grammar, param: str) -> str:
+    if isinstance(constraint, Regex):
+        pattern = constraint.pattern
+        if len(pattern) > MAX_PATTERN or count_repeats(pattern) > MAX_REPEATS:
+            limits = f"{MAX_PATTERN} characters and {MAX_REPEATS} repetitions"
+            raise InvalidSchema(f"{param}: a regular expression may have at most {limits}", param=param)
+        return f"start: /{regex_to_lark(pattern, '')}/"
+    if len(constraint.text) > MAX_GRAMMAR:
+        problem = f"has {len(constraint.text)} characters; at most {MAX_GRAMMAR} are allowed"
+        raise InvalidSchema(f"{param}: the grammar {problem}", param=param)
+    if max_repeat_count(constraint.text) > MAX_REPEATS:
         raise InvalidSchema(f"{param}: the grammar has more than {MAX_REPEATS} repetitions", param=param)
+    return constraint.text
