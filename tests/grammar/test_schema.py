@@ -22,6 +22,7 @@ INVALID = [(row["schema"], row["mistake"]) for row in ROWS if "mistake" in row] 
     ({"type": "string", "description": "x" * MAX_BYTES}, ""),
     ({"anyOf": [{"const": i} for i in range(5000)]}, ""),
     ({"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}, ".properties"),
+    ({"anyOf": [{}], "$ref": "#/anyOf/" + "9" * 5000}, ".$ref"),
 ]
 
 
