@@ -1,9 +1,11 @@
 """Grammars over a vocabulary: compile time, caching, and the cost of hostile grammars."""
 
+import gc
 import json
 import random
 import time
 import unicodedata
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,19 @@ def test_required_text_that_the_models_tokenizer_changes() -> None:
         PIECES, frozenset({END}), frozenset({END}), lambda text: list(unicodedata.normalize("NFC", text).encode())
     )
     assert follow_masks(vocabulary, f'start: "{text}"') == text.encode()
+
+
+def test_vocabulary_is_freed_with_its_tokenizer() -> None:
+    class Tokenize:
+        def __call__(self, text: str) -> list[int]:
+            return list(text.encode())
+
+    tokenize = Tokenize()
+    alive = weakref.ref(tokenize)
+    vocabulary = build_tokenizer(PIECES, frozenset({END}), frozenset({END}), tokenize)
+    del vocabulary, tokenize
+    gc.collect()
+    assert alive() is None
 
 
 def test_guides_of_one_grammar_are_independent() -> None:

@@ -16,6 +16,7 @@ Rules
 import re
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -56,11 +57,10 @@ CONTROL_PREFIX = b"\xff"
 
 
 class _VocabularyAdapter:
-    """A vocabulary in the form that llguidance's TokenizerWrapper requires. The model's tokenizer may normalize
-    characters or drop bytes. Then `tokenizer`, which is built from the vocabulary, takes the longest matches instead.
-    """
+    """A vocabulary in the form that llguidance's TokenizerWrapper requires.
 
-    tokenizer: LLTokenizer | None = None
+    It has no reference to the LLTokenizer built from it: Python cannot free such a cycle.
+    """
 
     def __init__(self, tokens: Sequence[bytes], control: frozenset[int], end: int, tokenize: Tokenize) -> None:
         self.tokens = tokens
@@ -69,9 +69,27 @@ class _VocabularyAdapter:
         self.tokenize = tokenize
 
     def __call__(self, text: bytes) -> Sequence[int]:
+        """The model's tokenizer may normalize characters or drop bytes. Then the longest matches are used instead."""
         tokens = self.tokenize(text.decode())
         is_exact = b"".join([self.tokens[token] for token in tokens]) == text
-        return tokens if is_exact or self.tokenizer is None else self.tokenizer.greedy_tokenize(text.decode())
+        return tokens if is_exact else self._longest_matches(text)
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {piece: token for token, piece in enumerate(self.tokens) if piece}
+
+    def _longest_matches(self, text: bytes) -> list[int]:
+        longest = max(map(len, self._ids))
+        found: list[int] = []
+        start = 0
+        while start < len(text):
+            ends = range(min(start + longest, len(text)), start, -1)
+            end = next((end for end in ends if text[start:end] in self._ids), None)
+            if end is None:
+                break
+            found.append(self._ids[text[start:end]])
+            start = end
+        return found
 
 
 def build_tokenizer(
@@ -81,9 +99,7 @@ def build_tokenizer(
     # llguidance requires an end token. If the model has none, token 0 stands in: it is allowed only where the reply may
     # end, and then the reply is complete.
     stops = sorted(ends) or [0]
-    adapter = _VocabularyAdapter(tokens, control, stops[0], tokenize)
-    adapter.tokenizer = LLTokenizer(TokenizerWrapper(adapter), eos_token=stops)
-    return adapter.tokenizer
+    return LLTokenizer(TokenizerWrapper(_VocabularyAdapter(tokens, control, stops[0], tokenize)), eos_token=stops)
 
 
 class CompiledGrammar(msgspec.Struct):

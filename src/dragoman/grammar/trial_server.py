@@ -62,6 +62,17 @@ class TrialModel(msgspec.Struct, frozen=True):
     control: frozenset[int]
     model: GrammarModel
 
+    def build_tokenizer(self) -> LLTokenizer:
+        """Return a tokenizer that takes the longest match in the vocabulary. The model's own tokenizer is in another
+        process."""
+        built: list[LLTokenizer] = []
+
+        def tokenize(text: str) -> list[int]:
+            return built[0].greedy_tokenize(text) if built else []
+
+        built.append(build_tokenizer(self.pieces, self.control, self.model.ends, tokenize))
+        return built[0]
+
 
 class TrialJob(msgspec.Struct, frozen=True, array_like=True):
     """The parts of a request that determine its grammar: equal jobs have equal grammars. `opened`: the prompt ends
@@ -121,9 +132,7 @@ class TrialServer:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         received: TrialModel = pickle.loads(receive(control))  # noqa: S301 (from the process that started this one)
-        self._model = received.model
-        # The model's own tokenizer is in another process, so the longest matches are taken instead.
-        self._tokenizer = build_tokenizer(received.pieces, received.control, self._model.ends, lambda text: ())
+        self._model, self._tokenizer = received.model, received.build_tokenizer()
         # The first trial is the slowest. It runs before the first fork.
         warm_up = TrialJob(GenerationRequest(constraint=JsonObject()), thinks=False, opened=False)
         run_trial(warm_up, self._model, self._tokenizer)
