@@ -7,9 +7,8 @@ from dragoman.core.request import Tool
 from dragoman.formats.syntax import Braced, CallSection, JsonCall, ModelFormat, NamedJson, Pythonic, Tagged
 from dragoman.pipeline.call_readers import braced_calls, json_calls, python_calls, tagged_calls
 from dragoman.pipeline.event_writer import EventWriter, MalformedCall
-from dragoman.pipeline.text_buffer import MarkerMatch, Parser, TextBuffer
+from dragoman.pipeline.text_buffer import Emit, MarkerMatch, Parser, TextBuffer
 
-Emit = Callable[[str], None]
 MAX_JUNK = 16
 
 READERS: dict[type, Callable[[TextBuffer, Any, CallSection, EventWriter], Parser[None]]] = {
