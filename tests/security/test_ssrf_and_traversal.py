@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.security.canaries import CanaryFolder, CanarySocket
-from tests.security.echo_upstream import echo_upstream
+from tests.security.echo_upstream import EchoUpstream
 from tests.security.http_client import PipelinedClient, Request
 from tests.support.requests import CHAT, talking
 from tests.support.server_process import Running, Serving
@@ -47,7 +47,7 @@ def trapped(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Itera
     models.mkdir()
     for name in ("secret.gguf", "secret.jinja", "adapter_config.json"):
         (outside / name).write_text(SECRET)
-    with echo_upstream() as upstream, closing(CanarySocket()) as sock, closing(CanaryFolder(outside)) as folder:
+    with EchoUpstream() as upstream, closing(CanarySocket()) as sock, closing(CanaryFolder(outside)) as folder:
         config = {
             "models": {
                 "echo": {"engine": "scripted"},

@@ -24,9 +24,15 @@ def smol(smollm2: Running) -> Iterator[Asking]:
         yield Asking(client, smollm2, "smollm2")
 
 
+@pytest.fixture(scope="session")
+def server(scripted: Running) -> Running:
+    """The server of `client`. Modules with a server of their own override it."""
+    return scripted
+
+
 @pytest.fixture
-def client(scripted: Running) -> Iterator[httpx.Client]:
-    with talking(scripted) as made:
+def client(server: Running) -> Iterator[httpx.Client]:
+    with talking(server) as made:
         yield made
 
 

@@ -31,7 +31,7 @@ from dragoman.server.routes import build_app
 from tests.server.test_jwt import SECRET, token
 from tests.support.frontends import each
 from tests.support.requests import CHAT, COMPLETIONS, PATIENCE, ask, eventually, refused, talking, text_of
-from tests.support.server_process import Running, command_of, has_ended, serving
+from tests.support.server_process import Running, fronts_of, has_ended, serving
 
 MODELS: dict[str, Any] = {"echo": {"engine": "scripted"}}
 
@@ -114,12 +114,6 @@ def started(folder: Path, *flags: str, before: Callable[[], None] | None = None)
     command = [sys.executable, "-m", "dragoman", "serve", "--config", str(file), "--workers", "2", "--port", "0"]
     with (folder / "log").open("wb") as log:
         return subprocess.Popen([*command, *flags], stdout=log, stderr=log, start_new_session=True, preexec_fn=before)
-
-
-def fronts_of(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    children = [int(child) for task in tasks for child in task.read_text().split()]
-    return [child for child in children if b"frontends.process" in command_of(child)]
 
 
 def test_signal_to_the_group_during_start(tmp_path: Path) -> None:
@@ -322,8 +316,6 @@ class TestStuckFrontEnd:
     def pair(self, tmp_path: Path) -> Iterator[Running]:
         config = {"models": MODELS, "grace_seconds": 1}
         with serving(tmp_path, config, "--workers", "2") as running:
-            # `serving` returns when one front end answers. This line is logged when both listen.
-            assert eventually(lambda: "serving echo on" in running.log.read_text())
             yield running
 
     def test_ends_with_a_parent_that_was_killed(self, pair: Running) -> None:
@@ -332,12 +324,6 @@ class TestStuckFrontEnd:
         pair.process.kill()
         pair.process.wait()
         assert eventually(lambda: all(map(has_ended, fronts)))
-
-    def test_is_replaced(self, pair: Running) -> None:
-        stuck, healthy = pair.fronts()
-        os.kill(stuck, signal.SIGSTOP)
-        assert eventually(lambda: has_ended(stuck) and len(pair.fronts()) == 2)
-        assert healthy in pair.fronts()
 
     def test_does_not_prevent_shutdown(self, pair: Running) -> None:
         os.kill(pair.fronts()[0], signal.SIGSTOP)

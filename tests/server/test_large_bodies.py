@@ -8,18 +8,15 @@ import httpx
 import pytest
 
 from tests.support.requests import CHAT, JSON_BODY, ask, eventually, refused, talking, text_of
-from tests.support.server_process import Running, Serving
+from tests.support.server_process import Running, Serving, server_fixture
 
 MIB = 1024
 """In KiB, the unit of /proc."""
 SCRIPTED = {"models": {"s": {"engine": "scripted"}}}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
-    """A server of its own, because its memory is measured."""
-    with serving(tmp_path_factory.mktemp("large"), SCRIPTED) as running:
-        yield running
+server = server_fixture(SCRIPTED)
+"""A server of its own, because its memory is measured."""
 
 
 @pytest.fixture

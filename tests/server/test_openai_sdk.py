@@ -67,26 +67,6 @@ class AnyModel:
             chunks = list(streamed.parse())
             assert streamed.headers["x-request-id"] == chunks[0].id != reply.id
 
-    def test_several_choices(self, model: Asking) -> None:
-        alone = model.chat(QUESTION)
-        reply = model.chat(QUESTION, n=3)
-        assert [choice.index for choice in reply.choices] == [0, 1, 2]
-        assert [content(reply, at) for at in range(3)] == [content(alone)] * 3
-        assert alone.usage is not None
-        assert reply.usage is not None
-        assert reply.usage.prompt_tokens == alone.usage.prompt_tokens
-        assert reply.usage.completion_tokens == 3 * alone.usage.completion_tokens
-
-    def test_several_choices_streamed(self, model: Asking) -> None:
-        text = content(model.chat(QUESTION))
-        chunks = model.stream(QUESTION, n=3, stream_options={"include_usage": True})
-        assert [joined(chunks, at) for at in range(3)] == [text] * 3
-        for at in range(3):
-            entries = [entry for chunk in chunks for entry in chunk.choices if entry.index == at]
-            assert (entries[0].delta.role, entries[0].delta.content) == ("assistant", "")
-            assert [bool(entry.finish_reason) for entry in entries] == [False] * (len(entries) - 1) + [True]
-        assert chunks[-1].usage == model.chat(QUESTION, n=3).usage
-
     def test_stop_cuts_before_the_match_wherever_the_tokens_end(self, model: Asking) -> None:
         text = content(model.chat(QUESTION))
         for begin in range(3, 12, 2):
@@ -98,20 +78,6 @@ class AnyModel:
             assert chunks[-1].usage == reply.usage
             assert reply.usage is not None
             assert 1 <= reply.usage.completion_tokens <= 16
-
-    def test_first_completed_stop_string_wins(self, model: Asking) -> None:
-        text = content(model.chat(QUESTION))
-        early, late = text[4:7], text[8:14]
-        assert content(model.chat(QUESTION, stop=[late, early])) == text[: text.index(early)]
-
-    def test_finish_reason_and_usage_at_the_limit(self, model: Asking) -> None:
-        for limit in (1, 3):
-            reply = model.chat(QUESTION, max_tokens=limit)
-            assert reply.choices[0].finish_reason == "length"
-            assert reply.usage is not None
-            assert reply.usage.completion_tokens == limit
-        newer = model.chat(QUESTION, max_tokens=openai.omit, max_completion_tokens=3)
-        assert content(newer) == content(reply)
 
     def test_many_at_once_through_the_async_client(self, model: Asking) -> None:
         async def ask_all() -> list[str]:
@@ -177,12 +143,6 @@ def test_logprobs(smol: Asking) -> None:
         assert rivals == sorted(rivals, reverse=True)
         assert (entry.token, entry.logprob) == (entry.top_logprobs[0].token, rivals[0])
         assert entry.logprob <= 0
-
-
-def test_scripted_engine_refuses_logprobs(poet: Asking) -> None:
-    raw = poet.client.chat.completions.with_raw_response.create(**poet.fields(QUESTION, {"logprobs": True}))
-    assert raw.headers["x-dragoman-ignored"] == "temperature, logprobs"
-    assert content(raw.parse()) == VERSE
 
 
 def test_models(scripted: Running) -> None:

@@ -30,6 +30,7 @@ from tests.support.requests import (
     eventually,
     frames,
     refused,
+    stream_texts,
     talk,
     talking,
     text_of,
@@ -72,12 +73,7 @@ def streamed(response: httpx.Response) -> list[str]:
     """The text of every choice of a complete stream."""
     *chunks, done = frames(response.text)
     assert done == "[DONE]"
-    found: dict[int, str] = {}
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            piece = choice["text"] if "text" in choice else choice["delta"].get("content", "")
-            found[choice["index"]] = found.get(choice["index"], "") + piece
-    return [found[index] for index in range(len(found))]
+    return [text for _, text in sorted(stream_texts(chunks).items())]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

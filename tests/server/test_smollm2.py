@@ -17,7 +17,7 @@ from tools.ports import free_port
 
 from tests.support.requests import eventually, recorded, under_way
 from tests.support.sdk import Asking, content, sdk
-from tests.support.server_process import Serving, has_ended
+from tests.support.server_process import Serving
 
 STORY = "Write a very long story about a cat who goes to sea."
 TOKENS = 1000
@@ -123,13 +123,6 @@ def test_kill_9_of_the_worker(crowd: Asking) -> None:
     assert recorded(crowd.running, error="engine_died", status=200)
 
 
-def test_worker_restarts_without_requests(crowd: Asking) -> None:
-    (child,) = crowd.running.workers()
-    os.kill(child, signal.SIGKILL)
-    assert eventually(lambda: len(crowd.running.workers()) == 1 and crowd.running.workers() != [child])
-    assert crowd.chat("Say hello.", max_tokens=1)
-
-
 def test_file_missing_at_worker_restart(tmp_path: Path, smollm2_path: Path, asking: Start) -> None:
     link = tmp_path / "model.gguf"
     link.symlink_to(smollm2_path)
@@ -150,16 +143,6 @@ def test_file_missing_at_worker_restart(tmp_path: Path, smollm2_path: Path, aski
             model.chat("hello")
         time.sleep(pause)
         assert content(model.chat("Say hello.", max_tokens=1))
-
-
-def test_kill_9_of_the_server_leaves_no_child(tmp_path: Path, smollm2_path: Path, asking: Start) -> None:
-    with asking(tmp_path, offering(smollm2_path, context=256, slots=1)) as model:
-        (child,) = model.running.workers()
-        with model.chat(STORY, stream=True, max_tokens=200) as stream:  # type: ignore[attr-defined]
-            next(stream)
-            model.running.process.kill()
-            model.running.process.wait()
-            assert eventually(lambda: has_ended(child))
 
 
 @pytest.fixture(params=["cut off", "garbage"])

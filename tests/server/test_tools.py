@@ -11,18 +11,14 @@ from pydantic import BaseModel, Field
 
 from tests.support.requests import recorded
 from tests.support.sdk import Asking, content, joined, sdk
-from tests.support.server_process import Running, Serving
+from tests.support.server_process import Running, server_fixture
 
 PARIS = '<tool_call>\n{"name": "GetWeather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>'
-ROME = '<tool_call>\n{"name": "GetWeather", "arguments": {"city": "Rome", "days": 1}}\n</tool_call>'
 THOUGHT = "<think>\nThe user wants the weather. I have a tool.\n</think>\n\n"
 REPLIES = {
     "^weather$": f"{THOUGHT}I'll look.\n{PARIS}",
-    "^both$": f"{PARIS}\n{ROME}",
     "^malformed$": 'Hm. <tool_call>{"name": GetWeather}</tool_call>',
     "^plan$": '<think>I must answer in JSON.</think>\n{"city": "Paris", "days": 2}',
-    "^stop$": f"<think>STOP here</think>One. STOP. Two.{PARIS}",
-    "^call and stop$": f"One.{PARIS}",
     "^twice$": f"{THOUGHT}{PARIS}",
     # The agent's script: each line answers the message before it.
     "^How far is it from Paris to Rome in miles": '<think>I need the distance.</think><tool_call>{"name": "distance", '
@@ -56,17 +52,12 @@ TOOL: dict[str, Any] = {
         },
     },
 }
-
-
 CALLING = {"engine": "tests.support.engines:Calling"}
 
 
-@pytest.fixture(scope="module")
-def agents(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
-    replies = [{"match": match, "output": output} for match, output in REPLIES.items()]
-    model = {"engine": "scripted", "format": "hermes", "chunk": 4, "replies": replies}
-    with serving(tmp_path_factory.mktemp("agents"), {"models": {"agent": model, "calling": CALLING}}) as running:
-        yield running
+SCRIPT = [{"match": match, "output": output} for match, output in REPLIES.items()]
+AGENT = {"engine": "scripted", "format": "hermes", "chunk": 4, "replies": SCRIPT}
+agents = server_fixture({"models": {"agent": AGENT, "calling": CALLING}})
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +80,6 @@ def reasoning_of(reply: ChatCompletion, choice: int = 0) -> str | None:
 
 
 IN_PARIS = ("GetWeather", {"city": "Paris", "days": 2})
-IN_ROME = ("GetWeather", {"city": "Rome", "days": 1})
 THINKS = "The user wants the weather. I have a tool."
 
 

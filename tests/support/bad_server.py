@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from typing import Any, Literal, Self
@@ -42,6 +42,8 @@ Act = Literal["close", "reset", "hang"]
 """Close the connection; reset it; send nothing more until the client disconnects."""
 Step = bytes | float | Act
 Script = Sequence[Step]
+Playable = Iterable[Step] | Callable[[str, bytes], Iterable[Step]]
+"""A script, or a function that makes one from the head and the body of the request."""
 CHAT = "/v1/chat/completions"
 SILENCE = 0.8
 """Client timeout in seconds for a server that hangs."""
@@ -50,7 +52,7 @@ SILENCE = 0.8
 class BadServer:
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self._tls = tls
-        self.scripts: dict[str, Sequence[Iterable[Step]]] = {}
+        self.scripts: dict[str, Sequence[Playable]] = {}
         self.requests: defaultdict[str, list[bytes]] = defaultdict(list)
         """The bodies, by path."""
         self.heads: list[str] = []
@@ -78,14 +80,15 @@ class BadServer:
     @property
     def silence(self) -> float:
         """Client timeout in seconds: long unless a script hangs, because a loaded machine is slow."""
-        hangs = any("hang" in script for scripts in self.scripts.values() for script in scripts)
+        played = (script for scripts in self.scripts.values() for script in scripts)
+        hangs = any("hang" in script for script in played if not callable(script))
         return SILENCE if hangs else 60.0
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}" if self._tls is None else f"https://localhost:{self.port}"
 
-    def play(self, *scripts: Iterable[Step], path: str = CHAT) -> None:
+    def play(self, *scripts: Playable, path: str = CHAT) -> None:
         """Play only this from now on."""
         self.scripts = {}
         self.requests.clear()
@@ -93,7 +96,7 @@ class BadServer:
         self.left.clear()
         self.also(*scripts, path=path)
 
-    def also(self, *scripts: Iterable[Step], path: str) -> None:
+    def also(self, *scripts: Playable, path: str) -> None:
         self.scripts[path] = scripts
 
     async def _stop(self) -> None:
@@ -115,7 +118,8 @@ class BadServer:
 
     async def _answered(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Whether the connection stays open for another request."""
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+        sent = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        head = sent.lower()
         self.heads.append(head)
         path = head.split(" ")[1].partition("?")[0]
         length = next((line for line in head.split("\r\n") if line.startswith("content-length:")), "content-length: 0")
@@ -123,7 +127,7 @@ class BadServer:
         scripts = self.scripts.get(path, [NOT_FOUND])
         script = scripts[min(len(self.requests[path]), len(scripts) - 1)]
         self.requests[path].append(body)
-        return await self._played(script, reader, writer)
+        return await self._played(script(sent, body) if callable(script) else script, reader, writer)
 
     async def _played(self, script: Iterable[Step], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         for step in script:

@@ -31,12 +31,16 @@ def talking(running: Running, headers: Mapping[str, str] | None = None) -> Itera
         yield client
 
 
+def in_process(app: Any, **options: Any) -> httpx.AsyncClient:
+    """A client of an app in this process."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", **options)
+
+
 def talk(app: Any, script: Callable[[httpx.AsyncClient], Any]) -> Any:
     """Run a script with a client of an app in this process."""
 
     async def run() -> Any:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with in_process(app) as client:
             return await script(client)
 
     return asyncio.run(run())
@@ -77,6 +81,16 @@ def frames(body: str) -> list[Any]:
     assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
     data = [block.removeprefix("data: ") for block in blocks]
     return [entry if entry == "[DONE]" else json.loads(entry) for entry in data]
+
+
+def stream_texts(chunks: list[Any]) -> dict[int, str]:
+    """The text of every choice of a stream."""
+    found: dict[int, str] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            piece = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            found[choice["index"]] = found.get(choice["index"], "") + piece
+    return found
 
 
 def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
+import pytest
 from tools.ports import free_port
 
 from dragoman.files import sources
@@ -40,12 +41,11 @@ class Running:
         return [json.loads(line) for line in self.event_log.read_text().splitlines()]
 
     def children(self) -> list[int]:
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        return [int(pid) for task in tasks for pid in task.read_text().split()]
+        return children_of(self.process.pid)
 
     def fronts(self) -> list[int]:
         """The processes that accept connections."""
-        return sorted(pid for pid in self.children() if b"frontends.process" in command_of(pid))
+        return fronts_of(self.process.pid)
 
     def workers(self) -> list[int]:
         """The processes that run engines."""
@@ -54,6 +54,19 @@ class Running:
     def stop(self, timeout: float = 100) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout)
+
+
+def children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        # A thread may just have ended.
+        with suppress(FileNotFoundError):
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def fronts_of(pid: int) -> list[int]:
+    return sorted(child for child in children_of(pid) if b"frontends.process" in command_of(child))
 
 
 def command_of(pid: int) -> bytes:
@@ -82,6 +95,17 @@ def serving(folder: Path, config: Mapping[str, Any], *flags: str, workers: int =
     """`dragoman serve` with this configuration, ready for use until the end of the block."""
     with serving_at(folder, config, _plain, *flags, workers=workers) as (running, _):
         yield running
+
+
+def server_fixture(config: Mapping[str, Any], *flags: str) -> Any:
+    """A fixture of the tests of a module: one server with this configuration, in the arrangement of the test."""
+
+    @pytest.fixture(scope="module")
+    def server(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
+        with serving(tmp_path_factory.mktemp("server"), config, *flags) as running:
+            yield running
+
+    return server
 
 
 def _plain(port: int) -> httpx.Client:

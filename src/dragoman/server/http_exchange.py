@@ -70,7 +70,8 @@ class RequestTimer:
         """Require each further step within this time."""
         self._allowed = seconds
         self._make_error = make_error
-        self.note_progress()
+        self.last_progress = now = time.monotonic()
+        self.due = now + seconds
 
     def note_progress(self) -> None:
         self.last_progress = now = time.monotonic()
