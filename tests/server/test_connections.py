@@ -157,7 +157,7 @@ def test_socket_rebound_by_another_server_is_not_removed(tmp_path: Path) -> None
             assert not path.exists()
 
 
-def test_obstacles_to_a_socket(tmp_path: Path) -> None:
+def test_unusable_socket_paths(tmp_path: Path) -> None:
     left, file = tmp_path / "left.sock", tmp_path / "file"
     unix_socket(left).close()
     file.touch()

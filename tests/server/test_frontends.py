@@ -43,6 +43,7 @@ MODELS: dict[str, Any] = ECHO | {
     "single-in-worker": IN_WORKER | {"slots": 1, **ENDLESS},
     "endless": {"engine": "scripted", **ENDLESS},
     "numbers": IN_WORKER | {"chunk": 5, "tokens_per_second": 20, "replies": [{"output": NUMBERS}]},
+    "counting": {"engine": "tests.support.engines:Counting"},
     "obedient": {"engine": "tests.ipc.engines:Obedient"},
     "obedient-in-worker": {"engine": "tests.ipc.engines:Apart"},
 }
@@ -229,10 +230,9 @@ def test_reload_applies_to_all_front_ends(tmp_path: Path) -> None:
             refused(ask(client, CHAT), 401)
 
 
-def test_engine_in_the_parent_pauses_for_a_slow_client(tmp_path: Path) -> None:
-    config = {"models": {"counting": {"engine": "tests.support.engines:Counting"}}}
-    body = {"messages": HELLO, "stream": True}
-    with serving(tmp_path, config, "--workers", "2") as running, talking(running) as one, talking(running) as other:
+def test_engine_in_the_parent_pauses_for_a_slow_client(pair: Running) -> None:
+    body = {"model": "counting", "messages": HELLO, "stream": True}
+    with talking(pair) as one, talking(pair) as other:
 
         def made() -> int:
             told = other.post("/v1/messages/count_tokens", json={"model": "counting", "messages": HELLO})

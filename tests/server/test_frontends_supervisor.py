@@ -26,7 +26,8 @@ from dragoman.ipc.framing import HEADER, MessageConnection, encode
 from dragoman.server.app import App
 from dragoman.server.frontends import supervisor as frontend_supervisor
 from dragoman.server.frontends.messages import Listening
-from dragoman.server.frontends.supervisor import FrontEndConnection, FrontEndSupervisor, bind_frontend_sockets
+from dragoman.server.frontends.supervisor import FrontEndConnection, FrontEndSupervisor
+from dragoman.server.http.server import bind_listeners
 from dragoman.server.routes import build_app
 from tests.server.test_jwt import SECRET, token
 from tests.support.frontends import each
@@ -156,7 +157,7 @@ SETTINGS = Settings(port=0, models_dir=())
 @asynccontextmanager
 async def supervised(count: int) -> AsyncIterator[tuple[App, FrontEndSupervisor]]:
     app = build_app(SETTINGS)
-    supervisor = FrontEndSupervisor(app, bind_frontend_sockets(SETTINGS, count))
+    supervisor = FrontEndSupervisor(app, bind_listeners(SETTINGS, count))
     async with asyncio.timeout(60):
         try:
             yield app, supervisor

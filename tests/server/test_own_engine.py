@@ -30,6 +30,7 @@ from tests.support.requests import (
     eventually,
     frames,
     refused,
+    saying,
     stream_texts,
     talk,
     talking,
@@ -189,7 +190,7 @@ class Raising(Engine):
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_engine_that_raises(path: str) -> None:
     app = create_app(Raising())
-    nothing: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]} if path == CHAT else {"prompt": ""}
+    nothing = saying(path, "")
     for response in (ask(app, path), ask(app, path, **nothing), ask(app, path, stream=True, **nothing)):
         message = refused(response, 500, code="inference_error")
         assert "secret" not in message

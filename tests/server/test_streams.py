@@ -8,7 +8,18 @@ import httpx
 import pytest
 
 from tests.protocols.anthropic_stream import read
-from tests.support.requests import CHAT, COMPLETIONS, SMALLEST, ask, frames, refused, stream_texts, talking, text_of
+from tests.support.requests import (
+    CHAT,
+    COMPLETIONS,
+    SMALLEST,
+    ask,
+    frames,
+    refused,
+    saying,
+    stream_texts,
+    talking,
+    text_of,
+)
 from tests.support.server_process import Running, server_fixture
 
 ROUTES = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -124,8 +135,7 @@ def test_finish_reason_length_at_the_effective_limit(client: httpx.Client, path:
     assert path != CHAT or reason(model="poet", max_completion_tokens=1, max_tokens=5) == ("length", 1)
     # The script ends with the context: 20 tokens less those of the prompt.
     long = "x" * 48
-    fields: dict[str, Any] = {"messages": [{"role": "user", "content": long}]} if path == CHAT else {"prompt": long}
-    assert reason(model="short", **fields) == ("length", 8)
+    assert reason(model="short", **saying(path, long)) == ("length", 8)
 
 
 @ROUTES

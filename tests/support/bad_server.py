@@ -1,8 +1,8 @@
-"""A server that plays bytes, and a table of what real ones have been seen to do.
+"""A server that plays scripted bytes, and a table of answers that real servers have been seen to give.
 
-A script is what one request is answered with: bytes to write, seconds to wait, or one of the acts below. Every request
-gets the next script of its path, and the last of them again and again. A row of the table says what a client makes of a
-script, and how often it may ask; the rows are about chat completions, and do not care whether a stream was asked for.
+A script answers one request: bytes to write, seconds to wait, or one of the acts below. Each request gets the next
+script of its path; the last one repeats. A row of the table has the result that a client must report, and the number
+of attempts that it may make. The rows are chat completions, with or without streaming.
 """
 
 import asyncio

@@ -15,8 +15,20 @@ from tests.support.server_process import Running
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
-SMALLEST: dict[str, dict[str, Any]] = {CHAT: {"messages": HELLO}, COMPLETIONS: {"prompt": "hello"}}
-"""The smallest body of each route."""
+SMALLEST: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HELLO},
+    f"{CHAT}/render": {"messages": HELLO},
+    COMPLETIONS: {"prompt": "hello"},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 5},
+    "/v1/messages/count_tokens": {"messages": HELLO},
+    "/v1/responses": {"input": "hello"},
+    "/v1/responses/input_tokens": {"input": "hello"},
+    "/v1/embeddings": {"input": "hello"},
+    "/v1/rerank": {"query": "hello", "documents": ["hello"]},
+    "/tokenize": {"prompt": "hello"},
+    "/detokenize": {"tokens": [1]},
+}
+"""The smallest body of each route that uses a model."""
 
 JSON_BODY = {"content-type": "application/json"}
 PATIENCE = 60.0
@@ -48,6 +60,11 @@ def talk(app: Any, script: Callable[[httpx.AsyncClient], Any]) -> Any:
 
 def ask(client: httpx.Client, path: str, /, **fields: Any) -> httpx.Response:
     return client.post(path, json=SMALLEST[path] | fields)
+
+
+def saying(path: str, text: str) -> dict[str, Any]:
+    """The fields of a chat or a completion with this text."""
+    return {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
 
 
 def text_of(response: httpx.Response, choice: int = 0) -> str:

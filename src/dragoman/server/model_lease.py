@@ -102,8 +102,7 @@ class LocalModelLease(ModelLease):
             self._quota_lease.reserve(request.estimate.total(model.sampling.max_tokens))
         # Set after the quota check: a fallback model does not help a caller whose tokens are used up.
         others = self._catalog.fallbacks(model)
-        if others:
-            self.fallbacks = tuple(other.name for other in others if self._caller.may_use(other.name))
+        self.fallbacks = tuple(other.name for other in others if self._caller.may_use(other.name))
         self._host = host = model.host
         self._slots = Slots(host.admission, self._caller.principal)
         self._is_found = True

@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 import uvloop
@@ -22,8 +21,8 @@ from dragoman.engines.llama.hardware import cpus
 from dragoman.models import ModelHost
 from dragoman.server.app import App, SettingsLoader
 from dragoman.server.auth.admin_token import TokenFile
-from dragoman.server.frontends.supervisor import FrontEndSupervisor, bind_frontend_sockets
-from dragoman.server.http.server import HttpServer, SocketFile, bind_sockets, tune_memory, unix_socket
+from dragoman.server.frontends.supervisor import FrontEndSupervisor
+from dragoman.server.http.server import HttpServer, SocketFile, bind_listeners, tune_memory
 from dragoman.server.preflight_checks import check_exposure, check_listen_address, find_diagnostics, with_hosts
 from dragoman.server.routes import ENGINES_ONLY, build_app
 
@@ -121,7 +120,7 @@ async def _drain(settings: Settings, forced: asyncio.Event) -> None:
 async def _serve(app: App, count: int) -> None:
     """Serve in one process, or as the parent of front ends: it has all state, and they have the connections."""
     settings = app.settings
-    sockets = _bind(settings) if count == 1 else bind_frontend_sockets(settings, count)
+    sockets = bind_listeners(settings, count)
     port = _port(sockets[0])
     file = SocketFile(settings.socket)
     stopping, forced = asyncio.Event(), asyncio.Event()
@@ -147,12 +146,6 @@ async def _serve(app: App, count: int) -> None:
             await app.stop()
     if error := _failure(preload):
         raise error
-
-
-def _bind(settings: Settings) -> list[list[socket.socket]]:
-    if settings.socket is not None:
-        return [[unix_socket(Path(settings.socket))]]
-    return [bind_sockets(settings.host, settings.port)]
 
 
 def _failure(preload: "asyncio.Task[None]") -> BaseException | None:

@@ -41,16 +41,16 @@ async def answer(app: BaseApp, exchange: HttpExchange, protocol: ServerProtocol)
     await reply_to(app, exchange, decoded, protocol)
 
 
-async def reply_to(
+def reply_to(
     app: BaseApp,
     exchange: HttpExchange,
     decoded: GenerationRequest,
     reply_format: ReplyEncoding,
     store: Store | None = None,
-) -> None:
+) -> Awaitable[None]:
     """Generate and send the reply. `store` is called when the reply is complete, before its end is sent."""
     generation = _Generation(app, exchange, decoded, reply_format, store)
-    await (generation.stream() if decoded.delivery.stream else generation.send_whole())
+    return generation.stream() if decoded.delivery.stream else generation.send_whole()
 
 
 class _Generation:
