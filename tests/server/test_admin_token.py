@@ -16,7 +16,7 @@ from dragoman.config.settings import Settings
 from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, TokenFile, find_admin_token, find_socket_admin_token
 from tests.support.bad_server import BadServer, whole
 from tests.support.engines import Sampled
-from tests.support.requests import in_process, listened_on, refused
+from tests.support.requests import in_process, refused, unix_client
 from tests.support.server_process import Running, Serving, serving_at
 
 ROUTES = [
@@ -110,13 +110,8 @@ def test_commands_of_the_same_user_find_the_token(tmp_path: Path, home: Path, se
 
 def test_commands_reach_server_at_unix_socket(tmp_path: Path, home: Path, workers: int) -> None:
     path = tmp_path / "s"
-
-    def connect(_: int) -> httpx.Client:
-        assert listened_on(path)
-        return httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost", timeout=60)
-
     config = {"models": {"one": {"engine": "scripted"}}, "socket": str(path)}
-    with serving_at(tmp_path, config, connect, workers=workers) as (running, client):
+    with serving_at(tmp_path, config, unix_client(path), workers=workers) as (running, client):
         assert client.get("/admin/models").status_code == 401
         done = command(home, tmp_path, "models", "load", "one", "--url", f"unix:{path}")
         assert (done.returncode, done.stdout) == (0, "one: ready\n"), done.stderr

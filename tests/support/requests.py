@@ -129,6 +129,17 @@ def listened_on(path: Path) -> bool:
     return eventually(listens)
 
 
+def unix_client(path: Path) -> Callable[[int], httpx.Client]:
+    """How `serving_at` connects to a server at a Unix socket."""
+
+    def connect(_: int) -> httpx.Client:
+        assert listened_on(path)
+        transport = httpx.HTTPTransport(uds=str(path))
+        return httpx.Client(base_url="http://localhost", transport=transport, timeout=PATIENCE)
+
+    return connect
+
+
 def under_way(running: Running, model: str, count: int = 1, waiting: int = 0) -> None:
     """Wait until the model serves `count` requests and `waiting` more wait for it."""
     with talking(running) as client:

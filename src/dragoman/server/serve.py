@@ -85,21 +85,17 @@ def _checked_reload(reload_settings: SettingsLoader, initial: Settings) -> Setti
 
 
 def _log_address(app: App, port: int) -> None:
+    settings = app.settings
     names = ", ".join(model.name for model in app.catalog.models.values()) or "the models folder"
-    log.info("serving %s on %s", names, _url(msgspec.structs.replace(app.settings, port=port)))
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"{'https' if settings.tls else 'http'}://{host}:{port}/v1"
+    log.info("serving %s on %s", names, url if settings.socket is None else f"the Unix socket {settings.socket}")
 
 
 def _port(sockets: Sequence[socket.socket]) -> int:
     """The actual port; 0 for a Unix socket."""
     name = sockets[0].getsockname()
     return name[1] if isinstance(name, tuple) else 0
-
-
-def _url(settings: Settings) -> str:
-    if settings.socket is not None:
-        return f"the Unix socket {settings.socket}"
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    return f"{'https' if settings.tls else 'http'}://{host}:{settings.port}/v1"
 
 
 async def _drain(settings: Settings, forced: asyncio.Event) -> None:

@@ -53,10 +53,10 @@ class FrontEndConnection:
     """`on_listening` is called when the front end accepts connections."""
 
     def __init__(self, app: App, on_listening: Callable[[], None]) -> None:
-        self.link = MessageConnection(self._receive, self._note_end)
+        self.ended = asyncio.Event()
+        self.link = MessageConnection(self._receive, self.ended.set)
         self.output = FrontEndOutput(self.link, self.kill)
         self.process: Process | None = None
-        self.ended = asyncio.Event()
         self.is_listening = False
         self.is_killed = False
         """After the kill, messages of the front end no longer count."""
@@ -113,9 +113,6 @@ class FrontEndConnection:
         except Exception:
             # The other requests of the front end go on.
             log.exception("a message of a front end could not be handled")
-
-    def _note_end(self) -> None:
-        self.ended.set()
 
     def _note_listening(self) -> None:
         if not self.is_killed:
