@@ -22,6 +22,7 @@ from tests.support.certificates import write_certificate
 from tests.support.frontends import each, many, streamed_text
 from tests.support.requests import (
     CHAT,
+    COMPLETIONS,
     HELLO,
     ask,
     eventually,
@@ -43,6 +44,8 @@ MODELS: dict[str, Any] = ECHO | {
     "single-in-worker": IN_WORKER | {"slots": 1, **ENDLESS},
     "endless": {"engine": "scripted", **ENDLESS},
     "numbers": IN_WORKER | {"chunk": 5, "tokens_per_second": 20, "replies": [{"output": NUMBERS}]},
+    "short": {"engine": "scripted", "context": 20},
+    "short-in-worker": IN_WORKER | {"context": 20},
     "counting": {"engine": "tests.support.engines:Counting"},
     "obedient": {"engine": "tests.ipc.engines:Obedient"},
     "obedient-in-worker": {"engine": "tests.ipc.engines:Apart"},
@@ -60,6 +63,14 @@ def test_number_of_workers() -> None:
     assert [default_workers(cpus) for cpus in (1, 2, 7, 8, 12, 16, 64)] == [1, 1, 1, 2, 3, 4, 4]
     with pytest.raises(ConfigError, match="--workers 0: expected int >= 1"):
         load_settings(None, Flags(workers=0), {})
+
+
+@pytest.mark.parametrize("model", ["short", "short-in-worker"])
+def test_prompt_that_is_too_long_is_refused_before_another_is_answered(pair: Running, model: str) -> None:
+    with each(pair) as clients:
+        for client in clients:
+            reply = ask(client, COMPLETIONS, model=model, prompt=["fits", "x " * 100], stream=True)
+            assert "maximum context length is 20 tokens" in refused(reply, 400, param="prompt")
 
 
 def test_responses_are_shared(pair: Running) -> None:
