@@ -149,7 +149,7 @@ def test_serve_on_public_address_needs_a_key(monkeypatch: pytest.MonkeyPatch) ->
 def test_serve_uses_key_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Settings] = []
     monkeypatch.setenv("DRAGOMAN_API_KEY", "secret")
-    monkeypatch.setattr("dragoman.server.serve.run", lambda settings, engines, warnings: given.append(settings))
+    monkeypatch.setattr("dragoman.server.serve.run", lambda settings, engines, **rest: given.append(settings))
     serve(NeverStops(), host="0.0.0.0", port=1)
     assert (given[0].api_keys, given[0].host, given[0].port) == (("secret",), "0.0.0.0", 1)
 
