@@ -16,9 +16,8 @@ import msgspec
 
 from bench.frontend import Caller, Connection, Stream, cpu_seconds, run, run_connections
 from bench.servers import run_dragoman
-from dragoman.core.delivery import EventQueue
 from dragoman.core.engine import Engine, ModelInfo
-from dragoman.core.events import Finished, Listener, Started, TextDelta, Usage, notify
+from dragoman.core.events import Event, Finished, Listener, Started, TextDelta, Usage, notify
 from dragoman.core.request import GenerationRequest
 
 
@@ -35,7 +34,7 @@ class SteppingEngine(Engine):
     def __init__(self, name: str, options: SteppingOptions) -> None:
         self.name = name
         self.options = options
-        self._running: set[EventQueue] = set()
+        self._running: set[asyncio.Queue[Event]] = set()
         self._stepping: asyncio.Task[None] | None = None
 
     @classmethod
@@ -60,21 +59,19 @@ class SteppingEngine(Engine):
         while True:
             await asyncio.sleep(1 / self.options.steps_per_second)
             for queue in self._running:
-                queue.put([TextDelta("word")])
+                queue.put_nowait(TextDelta("word"))
 
     async def deliver(self, request: GenerationRequest, listener: Listener) -> None:
-        queue, count = EventQueue(), 0
+        queue: asyncio.Queue[Event] = asyncio.Queue()
         limit = self.options.tokens if request.max_tokens is None else request.max_tokens
         self._running.add(queue)
         try:
             await notify(listener, [Started(10)])
-            while count < limit:
-                events = await queue.take()
-                count += len(events)
-                await notify(listener, events)
+            for _ in range(limit):
+                await notify(listener, [await queue.get()])
         finally:
             self._running.discard(queue)
-        await notify(listener, [Finished("length", usage=Usage(10, count))])
+        await notify(listener, [Finished("length", usage=Usage(10, limit))])
 
 
 def fronts_of(pid: int) -> list[int]:

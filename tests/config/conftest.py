@@ -1,9 +1,26 @@
+"""Loads settings from a file in the working directory of the test."""
+
 from pathlib import Path
 
+import msgspec
 import pytest
+
+from dragoman.config.loading import Flags, load_settings
+from dragoman.config.settings import Settings
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def load(text: str, flags: Flags | None = None, environ: dict[str, str] | None = None) -> Settings:
+    Path("dragoman.yaml").write_text(text)
+    return load_settings(None, flags or Flags(), environ or {})
+
+
+def without_locations(settings: Settings) -> Settings:
+    """Remove the lines of the models, for comparison."""
+    models = tuple(msgspec.structs.replace(model, location=None) for model in settings.models)
+    return msgspec.structs.replace(settings, models=models)

@@ -8,7 +8,7 @@ from dragoman.config.loading import Flags, load_settings
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
-from tests.config.loading import load, without_locations
+from tests.config.conftest import load, without_locations
 
 SMOLLM2 = ModelSpec("smollm2", "llama", "smollm2")
 FILE = (

@@ -23,7 +23,9 @@ def other() -> Iterator[BadServer]:
         yield server
 
 
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [str(STAND_IN), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+@pytest.fixture(scope="module")
+def stand_in() -> Iterator[None]:
+    """Worker processes find the fake vLLM."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(STAND_IN), prepend=os.pathsep)
+        yield

@@ -1,23 +1,23 @@
 """A llama engine with a real model in the test process, and helpers to send requests to it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import gguf
-import msgspec
 import numpy as np
 import pytest
 
-from dragoman.core.events import Event, Finished, Started, TextDelta, TokenLogprob
 from dragoman.core.request import GenerationRequest, Logprobs, Message, Sampling, Text
 from dragoman.engines.llama.binding import LlamaModel
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.generation import LlamaRequestBuilder
 from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.runner import Runner
+from tests.support.generation import Collected as Collected
+from tests.support.generation import collect as collect
 
 GREEDY = Sampling(temperature=0)
 FRANCE = "The capital of France is"
@@ -29,31 +29,13 @@ TOLERANCE = 0.03
 SEA = (
     "The sea was calm that morning, and the old man went down to his boat with bread, water and a long line. His "
     "daughter had mended the sail in winter; the mast came from a wreck near the lighthouse. Forty years ago he had "
-    "crossed the bay in a storm, with three goats and a priest aboard, and since then nobody in town doubted him."
+    "crossed the bay in a storm, with three goats and a priest aboard, and since then the whole town believed him."
 )
 CITY = (
     "A city is a machine for meeting people, and its streets are the wires along which they travel. In Lisbon trams "
     "climb past laundry and blue tiles; in Oslo a ferry leaves every ten minutes. Mayors count houses, poets count "
     "windows, and the tax office counts both, twice a year, with a pencil that has never been sharpened."
 )
-
-
-class Collected(msgspec.Struct, frozen=True):
-    started: Started
-    deltas: tuple[TextDelta, ...]
-    finished: Finished
-
-    @property
-    def text(self) -> str:
-        return "".join(delta.text for delta in self.deltas)
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        return tuple(token for delta in self.deltas for token in delta.tokens)
-
-    @property
-    def logprobs(self) -> tuple[TokenLogprob, ...]:
-        return tuple(logprob for delta in self.deltas for logprob in delta.logprobs)
 
 
 @pytest.fixture
@@ -131,16 +113,6 @@ def completion(prompt: str | tuple[int, ...] = FRANCE, **fields: Any) -> Generat
 def chat(text: str, **fields: Any) -> GenerationRequest:
     messages = (Message("user", (Text(text),)),)
     return GenerationRequest(**{"messages": messages, "sampling": GREEDY, "max_tokens": 8, **fields})
-
-
-async def collect(engine: LlamaEngine, request: GenerationRequest) -> Collected:
-    batches: list[Sequence[Event]] = []
-    await engine.deliver(request, batches.append)
-    assert all(batches)
-    started, *deltas, finished = [event for batch in batches for event in batch]
-    assert isinstance(started, Started)
-    assert isinstance(finished, Finished)
-    return Collected(started, tuple(delta for delta in deltas if isinstance(delta, TextDelta)), finished)
 
 
 async def wait_until(is_true: Callable[[], bool]) -> None:

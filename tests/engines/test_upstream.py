@@ -1,7 +1,7 @@
 """The upstream engine with scripted servers: names, keys, rejected fields, errors, other routes."""
 
-import asyncio
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from tests.support.bad_server import (
     stream,
 )
 
+LABELS: dict[str, Any] = {"user": "ann", "prompt_cache_key": "k", "safety_identifier": "s", "service_tier": "flex"}
+MESSAGE = {"type": "message", "content": [{"type": "text", "text": "Hello"}], "stop_reason": "end_turn"}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 
 
@@ -41,20 +43,16 @@ def test_model_name_on_the_server_and_in_the_reply(server: BadServer, options: d
     assert sent(server)[0]["model"] == name
 
 
-def test_password_in_url_is_sent_only_to_the_server(server: BadServer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_password_in_url_is_sent_only_to_the_server(server: BadServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     server.play(HELLO, refused("500 Oh"))
     url = server.url.replace("://", "://me:hidden@")
     app = upstream_app(url)
-
-    async def talk() -> list[str]:
-        async with client_of(app) as client:
-            body = {"model": "m", "messages": USER}
-            assert [(await client.post(CHAT, json=body)).status_code for _ in range(2)] == [200, 502]
-            drained = await client.post("/admin/upstreams/drain", json={"model": "m", "url": url})
-            return [drained.text, (await client.get("/admin/upstreams")).text]
-
-    drained, shown = asyncio.run(talk())
+    async with client_of(app) as client:
+        body = {"model": "m", "messages": USER}
+        assert [(await client.post(CHAT, json=body)).status_code for _ in range(2)] == [200, 502]
+        drained = (await client.post("/admin/upstreams/drain", json={"model": "m", "url": url})).text
+        shown = (await client.get("/admin/upstreams")).text
     assert '"drained"' in drained
     assert server.url.replace("://", "://***@") in shown
     assert "hidden" not in drained + shown + caplog.text + json.dumps(describe_run(app.settings, []))
@@ -120,13 +118,21 @@ def test_invalid_options(tmp_path: Path, options: dict[str, Any], words: str) ->
         load_settings(str(file), Flags(), {})
 
 
-def test_rejected_optional_parameter_is_omitted_reported_and_remembered(server: BadServer) -> None:
-    no = refused("400 Bad", "Unsupported parameter: 'seed' is not supported with this model", "unsupported_parameter")
-    server.play(no, HELLO)
-    responses = ask_all(upstream_app(server.url), [{"seed": 1, "temperature": 1.5}] * 2)
-    assert [response.headers["x-dragoman-ignored"] for response in responses] == ["seed", "seed"]
-    assert ["seed" in body for body in sent(server)] == [True, False, False]
-    assert all(body["temperature"] == 1.5 for body in sent(server))
+@pytest.mark.parametrize(
+    ("field", "message", "code"),
+    [
+        ("seed", "Unsupported parameter: 'seed' is not supported with this model", "unsupported_parameter"),
+        ("prompt_cache_key", "Unrecognized request argument supplied: prompt_cache_key", None),
+    ],
+)
+def test_rejected_optional_parameter_is_omitted_reported_and_remembered(
+    server: BadServer, field: str, message: str, code: str | None
+) -> None:
+    server.play(refused("400 Bad", message, code), HELLO)
+    responses = ask_all(upstream_app(server.url), [{"seed": 1, "temperature": 1.5, **LABELS}] * 2)
+    assert [response.headers["x-dragoman-ignored"] for response in responses] == [field, field]
+    assert [field in body for body in sent(server)] == [True, False, False]
+    assert all((body["temperature"], body["user"]) == (1.5, "ann") for body in sent(server))
 
 
 def test_rejected_parameter_is_an_error_in_strict_mode(server: BadServer) -> None:
@@ -203,10 +209,23 @@ def test_unexplained_rejection_by_a_server_that_has_streamed(server: BadServer) 
     assert len(sent(server)) == 2
 
 
+def test_field_that_was_accepted_before_is_not_left_out(server: BadServer) -> None:
+    server.play(HELLO, UNEXPLAINED, HELLO)
+    responses = ask_all(upstream_app(server.url), [{"seed": 1}, {"seed": 2}, {"seed": 3}])
+    assert [response.status_code for response in responses] == [200, 400, 200]
+    assert [body["seed"] for body in sent(server)] == [1, 2, 3]
+
+
 def test_unexplained_rejection_in_strict_mode_does_not_drop_fields(server: BadServer) -> None:
     server.play(UNEXPLAINED, UNEXPLAINED, HELLO)
     response = ask(upstream_app(server.url), headers={"x-dragoman-strict": "true"}, seed=1)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "seed")
+
+
+def test_constraint_missing_in_a_protocol_is_not_supported(server: BadServer) -> None:
+    response = ask(upstream_app(server.url, protocol="messages"), structured_outputs={"regex": "a+"})
+    assert (response.status_code, response.json()["error"]["param"]) == (501, "structured_outputs.regex")
+    assert not server.requests["/v1/messages"]
 
 
 def test_server_that_rejects_stream_options(server: BadServer) -> None:
@@ -225,11 +244,6 @@ def test_fields_missing_in_a_protocol_are_reported(server: BadServer) -> None:
     assert set(response.headers["x-dragoman-ignored"].split(", ")) == {"min_p", "logprobs"}
 
 
-LABELS: dict[str, Any] = {"user": "ann", "prompt_cache_key": "k", "safety_identifier": "s", "service_tier": "flex"}
-MESSAGE = {"type": "message", "content": [{"type": "text", "text": "Hello"}], "stop_reason": "end_turn"}
-MARK = {"type": "ephemeral"}
-
-
 def test_labels_are_passed_on(server: BadServer) -> None:
     server.play(HELLO)
     response = ask(upstream_app(server.url), metadata={"a": "b"}, **LABELS)
@@ -244,36 +258,28 @@ def test_labels_are_passed_on(server: BadServer) -> None:
     assert ignored == {"prompt_cache_key", "safety_identifier", "service_tier"}
 
 
-def marked(*places: str, ttl: str = "5m") -> dict[str, Any]:
-    mark = {"cache_control": MARK if ttl == "5m" else {**MARK, "ttl": ttl}}
-    tool = {"name": "f", "input_schema": {"type": "object"}} | (mark if "tools" in places else {})
-    system = [{"type": "text", "text": "Be brief."} | (mark if "system" in places else {})]
-    said = [{"type": "text", "text": "hello"} | (mark if "messages" in places else {})]
-    return {"max_tokens": 9, "tools": [tool], "system": system, "messages": [{"role": "user", "content": said}]}
+def marked(mark: dict[str, str], places: Collection[str]) -> dict[str, Any]:
+    """The fields of a request with `cache_control` at the end of these places."""
+    control = {place: {"cache_control": mark} if place in places else {} for place in ("tools", "system", "messages")}
+    tool = {"name": "f", "input_schema": {"type": "object"}} | control["tools"]
+    system = [{"type": "text", "text": "Be brief."} | control["system"]]
+    content = [{"type": "text", "text": "hello"} | control["messages"]]
+    return {"max_tokens": 9, "tools": [tool], "system": system, "messages": [{"role": "user", "content": content}]}
 
 
-@pytest.mark.parametrize("ttl", ["5m", "1h"])
+@pytest.mark.parametrize("mark", [{"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}], ids=["5m", "1h"])
 @pytest.mark.parametrize("places", [(), ("tools",), ("system",), ("messages",), ("tools", "system", "messages")])
-def test_cache_control_is_passed_on(server: BadServer, places: tuple[str, ...], ttl: str) -> None:
+def test_cache_control_is_passed_on(server: BadServer, places: tuple[str, ...], mark: dict[str, str]) -> None:
     server.play(answer(MESSAGE), path="/v1/messages")
-    response = ask(upstream_app(server.url, protocol="messages"), "/v1/messages", **marked(*places, ttl=ttl))
+    response = ask(upstream_app(server.url, protocol="messages"), "/v1/messages", **marked(mark, places))
     assert "x-dragoman-ignored" not in response.headers
     body = sent(server, "/v1/messages")[-1]
-    mark = MARK if ttl == "5m" else {**MARK, "ttl": ttl}
     ends = {"tools": body["tools"][-1], "system": body["system"][-1], "messages": body["messages"][-1]["content"][-1]}
     found = {name: end.get("cache_control") for name, end in ends.items() if isinstance(end, dict)}
     assert {name for name, control in found.items() if control == mark} == set(places)
     server.play(HELLO)
-    response = ask(upstream_app(server.url), "/v1/messages", **marked(*places))
+    response = ask(upstream_app(server.url), "/v1/messages", **marked(mark, places))
     assert response.headers.get("x-dragoman-ignored") == ("cache_control" if places else None)
-
-
-def test_rejected_label_is_omitted(server: BadServer) -> None:
-    refusal = refused("400 Bad", "Unrecognized request argument supplied: prompt_cache_key")
-    server.play(refusal, HELLO)
-    response = ask(upstream_app(server.url), **LABELS)
-    assert (response.status_code, response.headers["x-dragoman-ignored"]) == (200, "prompt_cache_key")
-    assert sent(server)[-1]["user"] == "ann"
 
 
 def test_usage_is_reported_by_the_server(server: BadServer) -> None:
@@ -301,11 +307,9 @@ def test_log_contains_the_request_id_of_a_failure(server: BadServer, caplog: pyt
     server.play(refused("500 Oops", "out of paper"))
     response = ask(upstream_app(server.url))
     line = next(record for record in caplog.records if "out of paper" in record.getMessage())
-    asked = response.headers["x-request-id"]
-    assert (f"request {asked}: model m: {server.url}" in line.getMessage(), line.__dict__["request_id"]) == (
-        True,
-        asked,
-    )
+    request_id = response.headers["x-request-id"]
+    assert f"request {request_id}: model m: {server.url}" in line.getMessage()
+    assert line.__dict__["request_id"] == request_id
 
 
 def test_completions_of_text_and_token_ids(server: BadServer) -> None:

@@ -16,16 +16,11 @@ from dragoman.core.events import Finished, TextDelta
 from dragoman.engines.upstream import engine as upstream
 from dragoman.engines.upstream import health
 from dragoman.engines.upstream.engine import UpstreamEngine
-from tests.engines.upstream_app import CHAT, STREAMED, USER, client_of, upstream_app, with_engine
+from tests.engines.upstream_app import CHAT, STREAMED, USER, client_of, start_engine, upstream_app
 from tests.support.bad_server import GREETING, HELLO, BadServer, whole
 from tests.support.server_process import Running, serving
 
-SCRIPT = {
-    "engine": "scripted",
-    "replies": [{"output": "tick " * 20}],
-    "tokens_per_second": 50,
-    "prefill_seconds": 0.2,
-}
+SCRIPT = {"engine": "scripted", "replies": [{"output": "tick " * 20}], "tokens_per_second": 50, "prefill_seconds": 0.2}
 
 
 @pytest.fixture
@@ -47,8 +42,8 @@ async def collect_text(engine: UpstreamEngine) -> tuple[str, bool]:
     return text, complete
 
 
-def test_killing_one_of_three_servers_under_load(three: list[Running]) -> None:
-    async def load(engine: UpstreamEngine) -> None:
+async def test_killing_one_of_three_servers_under_load(three: list[Running]) -> None:
+    async with start_engine(*(running.url for running in three), probe=True, health_seconds=0.2) as engine:
         tasks = []
         for number in range(90):
             tasks.append(asyncio.create_task(collect_text(engine)))
@@ -60,8 +55,6 @@ def test_killing_one_of_three_servers_under_load(three: list[Running]) -> None:
         assert not [text for text, complete in results if not complete and not text]
         assert sum(complete for _, complete in results) >= 60
         assert all(text == "tick " * 20 for text, complete in results if complete)
-
-    with_engine(load, *(running.url for running in three), start=True, health_seconds=0.2)
 
 
 async def serve_greeting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -77,91 +70,73 @@ async def wait_until_up(engine: UpstreamEngine, at: int, port: int) -> None:
         assert await collect_text(engine) == ("Hello", True)
 
 
-def test_server_started_late_becomes_available() -> None:
+async def test_server_started_late_becomes_available() -> None:
     port = free_port()
-
-    async def test(engine: UpstreamEngine) -> None:
+    async with start_engine(f"http://127.0.0.1:{port}", probe=True, health_seconds=0.1) as engine:
         with pytest.raises((Unavailable, Unreachable)):
             await anext(stream_events(engine, STREAMED))
         await wait_until_up(engine, 0, port)
 
-    with_engine(test, f"http://127.0.0.1:{port}", start=True, health_seconds=0.1)
 
-
-def test_servers_started_with_the_pool_are_found_quickly() -> None:
+async def test_servers_started_with_the_pool_are_found_quickly() -> None:
     ports = free_port(), free_port()
-
-    async def test(engine: UpstreamEngine) -> None:
+    urls = (f"http://127.0.0.1:{port}" for port in ports)
+    async with start_engine(*urls, probe=True, health_seconds=600) as engine:
         assert [server.state for server in engine.states()] == ["out", "out"]
         for at, port in enumerate(ports):
             await asyncio.sleep(0.7)
             await wait_until_up(engine, at, port)
 
-    with_engine(test, *(f"http://127.0.0.1:{port}" for port in ports), start=True, health_seconds=600)
-
 
 @pytest.mark.parametrize("early", [0.0, 1.0])
-def test_frequent_probes_end_after_startup(monkeypatch: pytest.MonkeyPatch, early: float) -> None:
+async def test_frequent_probes_end_after_startup(monkeypatch: pytest.MonkeyPatch, early: float) -> None:
     monkeypatch.setattr(health, "STARTUP_SECONDS", early)
     monkeypatch.setattr(health, "STARTUP_PROBE_INTERVAL", 0.3)
-
-    async def test(engine: UpstreamEngine) -> None:
+    async with start_engine(f"http://127.0.0.1:{free_port()}", probe=True, health_seconds=60) as engine:
         await asyncio.sleep(2)
         assert engine.states()[0].failures in (range(2, 6) if early else [1])
 
-    with_engine(test, f"http://127.0.0.1:{free_port()}", start=True, health_seconds=60)
 
-
-def test_server_with_slow_model_list_stays_available(
+async def test_server_with_slow_model_list_stays_available(
     server: BadServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(health, "PROBE_SECONDS", 0.1)
     monkeypatch.setattr(upstream, "FIRST_PROBE_SECONDS", 0.05)
-
-    async def test(engine: UpstreamEngine) -> None:
+    server.play(HELLO)
+    server.also(["hang"], path="/v1/models")
+    async with start_engine(server.url, probe=True, health_seconds=0.01) as engine:
         for _ in range(8):
             assert await collect_text(engine) == ("Hello", True)
             await asyncio.sleep(0.1)
         assert engine.states()[0].state == "up"
-
-    server.play(HELLO)
-    server.also(["hang"], path="/v1/models")
-    with_engine(test, server.url, start=True, health_seconds=0.01)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) < 9
     assert "is slow: listing its models takes longer than 0.1 s" in messages[0]
 
 
-def test_admin_routes_list_and_drain_servers(server: BadServer, other: BadServer) -> None:
+async def test_admin_routes_list_and_drain_servers(server: BadServer, other: BadServer) -> None:
     server.play(HELLO)
     other.play(HELLO)
-
-    async def talk() -> None:
-        async with client_of(upstream_app(server.url, {"url": other.url, "weight": 2})) as client:
-            await client.post(CHAT, json={"model": "m", "messages": USER})
-            listed = (await client.get("/admin/upstreams")).json()["data"]
-            assert [(entry["model"], entry["url"]) for entry in listed] == [("m", server.url), ("m", other.url)]
-            for url in (server.url, f"{server.url}/", f"{server.url}/v1"):
-                for drain, state in ((True, "drained"), (False, "up")):
-                    body = {"model": "m", "url": url, "drain": drain}
-                    changed = (await client.post("/admin/upstreams/drain", json=body)).json()["data"]
-                    assert [entry["state"] for entry in changed] == [state, "up"]
-            unknown = await client.post("/admin/upstreams/drain", json={"model": "m", "url": "http://other"})
-            assert unknown.status_code == 404
-
-    asyncio.run(talk())
+    async with client_of(upstream_app(server.url, {"url": other.url, "weight": 2})) as client:
+        await client.post(CHAT, json={"model": "m", "messages": USER})
+        listed = (await client.get("/admin/upstreams")).json()["data"]
+        assert [(entry["model"], entry["url"]) for entry in listed] == [("m", server.url), ("m", other.url)]
+        for url in (server.url, f"{server.url}/", f"{server.url}/v1"):
+            for drain, state in ((True, "drained"), (False, "up")):
+                body = {"model": "m", "url": url, "drain": drain}
+                changed = (await client.post("/admin/upstreams/drain", json=body)).json()["data"]
+                assert [entry["state"] for entry in changed] == [state, "up"]
+        unknown = await client.post("/admin/upstreams/drain", json={"model": "m", "url": "http://other"})
+        assert unknown.status_code == 404
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_no_reachable_server(count: int) -> None:
-    async def talk() -> None:
-        async with client_of(upstream_app(*(f"http://127.0.0.1:{free_port()}" for _ in range(count)))) as client:
-            for pause in (1.2, 0, 0, 0):
-                answer = await client.post(CHAT, json={"model": "m", "messages": USER})
-                assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
-                await asyncio.sleep(pause)
-            ready, models = await client.get("/ready"), await client.get("/v1/models")
+async def test_no_reachable_server(count: int) -> None:
+    async with client_of(upstream_app(*(f"http://127.0.0.1:{free_port()}" for _ in range(count)))) as client:
+        for pause in (1.2, 0, 0, 0):
+            answer = await client.post(CHAT, json={"model": "m", "messages": USER})
+            assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
+            await asyncio.sleep(pause)
+        ready, models = await client.get("/ready"), await client.get("/v1/models")
         assert (ready.status_code, ready.json()["models"]) == (503, {"m": "out"})
         assert models.json()["data"][0]["state"] == "out"
-
-    asyncio.run(talk())

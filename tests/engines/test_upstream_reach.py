@@ -1,6 +1,5 @@
 """Addresses and names the upstream engine uses: redirects, proxies, certificates, images, all models of a server."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -9,12 +8,7 @@ from dragoman.config.loading import Flags, load_settings
 from dragoman.server.http.server import tls_context
 from dragoman.server.routes import build_app
 from tests.engines.upstream_app import CHAT, USER, ask, ask_all, client_of, sent, upstream_app
-from tests.support.bad_server import (
-    HELLO,
-    BadServer,
-    answer,
-    refused,
-)
+from tests.support.bad_server import HELLO, BadServer, answer, refused
 from tests.support.certificates import write_certificate
 
 
@@ -68,50 +62,39 @@ def test_image_urls_need_the_option(server: BadServer, other: BadServer, allowed
     assert passed_on == list(links if allowed else links[1:])
 
 
-def test_all_models_of_a_server(server: BadServer) -> None:
+async def test_all_models_of_a_server(server: BadServer) -> None:
     server.play(HELLO)
     server.also(answer({"data": [{"id": "Org/Big", "max_model_len": 99}, {"id": "small"}]}), path="/v1/models")
     server.also(answer({"data": [{"embedding": [3, 4]}]}), path="/v1/embeddings")
-    app = upstream_app(server.url, name="cloud", models="all")
-
-    async def talk() -> None:
-        async with client_of(app) as client:
-            listed = (await client.get("/v1/models")).json()["data"]
-            assert [entry["id"] for entry in listed] == ["cloud/Org/Big", "cloud/small"]
-            body = {"model": "cloud/org/big", "messages": USER}
-            reply = await client.post(CHAT, json=body)
-            assert reply.json()["model"] == "cloud/Org/Big"
-            assert (await client.post(CHAT, json=body | {"model": "cloud/none"})).status_code == 404
-            for path in (CHAT, "/v1/messages/count_tokens") * 3:
-                # Repeated, because it must not count as a failure of the server.
-                refusal = await client.post(path, json=body | {"model": "cloud"})
-                assert refusal.status_code == 404
-                assert "stands for several models: cloud/Org/Big, cloud/small" in refusal.text
-            assert (await client.post(CHAT, json=body)).status_code == 200
-            made = await client.post("/v1/embeddings", json={"model": "cloud/small", "input": "a"})
-            assert made.json()["model"] == "cloud/small"
-            assert made.json()["data"][0]["embedding"] == pytest.approx([0.6, 0.8])
-            asked = {"model": "cloud/org/big", "query": "a", "documents": ["b"]}
-            assert (await client.post("/v1/rerank", json=asked)).status_code == 502
-
-    asyncio.run(talk())
+    async with client_of(upstream_app(server.url, name="cloud", models="all")) as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [entry["id"] for entry in listed] == ["cloud/Org/Big", "cloud/small"]
+        body = {"model": "cloud/org/big", "messages": USER}
+        reply = await client.post(CHAT, json=body)
+        assert reply.json()["model"] == "cloud/Org/Big"
+        assert (await client.post(CHAT, json=body | {"model": "cloud/none"})).status_code == 404
+        for path in (CHAT, "/v1/messages/count_tokens") * 3:
+            # Repeated, because it must not count as a failure of the server.
+            refusal = await client.post(path, json=body | {"model": "cloud"})
+            assert refusal.status_code == 404
+            assert "stands for several models: cloud/Org/Big, cloud/small" in refusal.text
+        assert (await client.post(CHAT, json=body)).status_code == 200
+        made = await client.post("/v1/embeddings", json={"model": "cloud/small", "input": "a"})
+        assert made.json()["model"] == "cloud/small"
+        assert made.json()["data"][0]["embedding"] == pytest.approx([0.6, 0.8])
+        asked = {"model": "cloud/org/big", "query": "a", "documents": ["b"]}
+        assert (await client.post("/v1/rerank", json=asked)).status_code == 502
     assert [body["model"] for body in sent(server)] == ["Org/Big"] * 2
     assert [body["model"] for body in sent(server, "/v1/embeddings")] == ["small", "Org/Big"]
 
 
-def test_unknown_model_names_are_not_metric_labels(server: BadServer) -> None:
+async def test_unknown_model_names_are_not_metric_labels(server: BadServer) -> None:
     server.play(refused("404 Not Found", code="model_not_found"))
     server.also(refused("404 Not Found"), path="/v1/models")
-    app = upstream_app(server.url, name="cloud", models="all")
-
-    async def talk() -> str:
-        async with client_of(app) as client:
-            for name in ("cloud/made-up", "cloud/made-up-too"):
-                body = {"model": name, "messages": USER}
-                assert (await client.post(CHAT, json=body)).status_code == 404
-            return (await client.get("/metrics")).text
-
-    page = asyncio.run(talk())
+    async with client_of(upstream_app(server.url, name="cloud", models="all")) as client:
+        for name in ("cloud/made-up", "cloud/made-up-too"):
+            assert (await client.post(CHAT, json={"model": name, "messages": USER})).status_code == 404
+        page = (await client.get("/metrics")).text
     assert 'model="cloud"' in page
     assert "made-up" not in page
     assert [body["model"] for body in sent(server)] == ["made-up", "made-up-too"]

@@ -8,14 +8,13 @@ import pytest
 
 from dragoman.core.errors import BadRequest, DragomanError, StreamCutOff
 from dragoman.core.events import Event, Finished, Listener, TextDelta
-from dragoman.engines.upstream.engine import UpstreamEngine
-from tests.engines.upstream_app import REQUEST, with_engine
+from tests.engines.upstream_app import REQUEST, start_engine
 from tests.support.bad_server import DONE, END, GREETING, HELLO, SILENCE, BadServer, Script, cut, delta, stream, whole
 
 DIGITS = [delta(content=str(digit)) for digit in range(10)]
 
 
-def collect_events(
+async def collect_events(
     server: BadServer, *scripts: Script, listener: Listener | None = None, silence: float | None = None
 ) -> list[Event]:
     """Collect the events of one reply."""
@@ -25,11 +24,9 @@ def collect_events(
         events.extend(ready)
         return None if listener is None else listener(ready)
 
-    async def ask(engine: UpstreamEngine) -> None:
-        await engine.deliver(REQUEST, note)
-
     server.play(*scripts)
-    with_engine(ask, server.url, silence_seconds=silence or server.silence)
+    async with start_engine(server.url, silence_seconds=silence or server.silence) as engine:
+        await engine.deliver(REQUEST, note)
     return events
 
 
@@ -47,18 +44,18 @@ def text(events: Sequence[Event]) -> str:
     ],
     ids=["one by one", "together", "split", "slowly"],
 )
-def test_reply_text(server: BadServer, pieces: Script) -> None:
-    events = collect_events(server, stream(*pieces))
+async def test_reply_text(server: BadServer, pieces: Script) -> None:
+    events = await collect_events(server, stream(*pieces))
     assert text(events) == "0123456789"
     assert isinstance(events[-1], Finished)
 
 
-def test_compressed_reply(server: BadServer) -> None:
+async def test_compressed_reply(server: BadServer) -> None:
     script = [whole(gzip.compress(GREETING), content_type="text/event-stream", content_encoding="gzip")]
-    assert text(collect_events(server, script)) == "Hello"
+    assert text(await collect_events(server, script)) == "Hello"
 
 
-def test_listener_is_awaited_before_the_next_batch(server: BadServer) -> None:
+async def test_listener_is_awaited_before_the_next_batch(server: BadServer) -> None:
     pausing = 0
 
     async def pause() -> None:
@@ -72,29 +69,28 @@ def test_listener_is_awaited_before_the_next_batch(server: BadServer) -> None:
         return pause()
 
     slowly = [part for digit in DIGITS for part in (digit, 0.004)]
-    assert text(collect_events(server, stream(*slowly, END, DONE), listener=listener)) == "0123456789"
+    assert text(await collect_events(server, stream(*slowly, END, DONE), listener=listener)) == "0123456789"
     # The connection pauses too.
     large = stream(*[delta(content="x" * 1_000_000)] * 6, END, DONE)
-    assert len(text(collect_events(server, large, listener=listener))) == 6_000_000
+    assert len(text(await collect_events(server, large, listener=listener))) == 6_000_000
 
 
 @pytest.mark.parametrize("last", [0, 4])
-def test_listener_error_propagates_and_closes_the_connection(server: BadServer, last: int) -> None:
+async def test_listener_error_propagates_and_closes_the_connection(server: BadServer, last: int) -> None:
     def listener(events: Sequence[Event]) -> None:
         if str(last) in text(events):
             raise BadRequest("enough")
 
     slowly = [part for digit in DIGITS[: last + 1] for part in (0.005, digit)]
     with pytest.raises(BadRequest, match="enough"):
-        collect_events(server, [*cut(*slowly), "hang"], listener=listener)
+        await collect_events(server, [*cut(*slowly), "hang"], listener=listener)
     assert server.left.wait(60)
 
 
-def test_cancelling_closes_the_connection(server: BadServer) -> None:
+async def test_cancelling_closes_the_connection(server: BadServer) -> None:
     server.play([*cut(*DIGITS[:3]), "hang"])
-
-    async def leave(engine: UpstreamEngine) -> None:
-        received: list[Event] = []
+    received: list[Event] = []
+    async with start_engine(server.url) as engine:
         task = asyncio.create_task(engine.deliver(REQUEST, received.extend))
         while text(received) != "012":  # noqa: ASYNC110 (filled by another task)
             await asyncio.sleep(0.005)
@@ -103,32 +99,27 @@ def test_cancelling_closes_the_connection(server: BadServer) -> None:
             await task
         assert await asyncio.to_thread(server.left.wait, 60)
 
-    with_engine(leave, server.url)
-
 
 @pytest.mark.parametrize("act", ["close", "reset", "hang"])
-def test_received_text_is_delivered_before_the_error(server: BadServer, act: str) -> None:
+async def test_received_text_is_delivered_before_the_error(server: BadServer, act: str) -> None:
     received: list[Event] = []
     slowly = [part for digit in DIGITS for part in (digit, 0.005)]
     with pytest.raises(DragomanError) as failure:
-        collect_events(server, [*cut(*slowly), act], listener=received.extend)  # type: ignore[list-item]
+        await collect_events(server, [*cut(*slowly), act], listener=received.extend)  # type: ignore[list-item]
     assert type(failure.value) is StreamCutOff
     assert text(received) == "0123456789"
 
 
-def test_slow_stream_does_not_time_out(server: BadServer) -> None:
+async def test_slow_stream_does_not_time_out(server: BadServer) -> None:
     """Only the time between two chunks is limited."""
     slowly = [part for digit in DIGITS for part in (digit, SILENCE / 4)]
-    assert text(collect_events(server, stream(*slowly, END, DONE), silence=SILENCE)) == "0123456789"
+    assert text(await collect_events(server, stream(*slowly, END, DONE), silence=SILENCE)) == "0123456789"
 
 
-def test_connection_is_reused(server: BadServer) -> None:
+async def test_connection_is_reused(server: BadServer) -> None:
     server.play(HELLO)
-
-    async def ask(engine: UpstreamEngine) -> None:
+    async with start_engine(server.url) as engine:
         for _ in range(4):
             await engine.deliver(REQUEST, lambda events: None)
             await asyncio.sleep(0.02)
-
-    with_engine(ask, server.url)
     assert server.connections == 1

@@ -11,6 +11,7 @@ from dragoman.config.model_spec import ModelSpec
 from dragoman.engines.vllm.options import VllmOptions, build_engine_args, describe_error, find_errors, last_line
 from dragoman.models import read_static_info
 from tests.cli.test_cli import run
+from tests.engines.fakevllm.vllm.values import ValidationError
 from tests.engines.vllm_model import WITH_VLLM
 
 WITHOUT_VLLM = pytest.mark.skipif(WITH_VLLM, reason="a missing vllm is one more error")
@@ -78,24 +79,23 @@ def test_arguments_set_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "files", "words"),
+    ("config", "weights", "words"),
     [
-        (None, {}, "it has no adapter_config.json"),
-        ("{}", {}, "has no rank `r`"),
-        ("{", {}, "is not JSON"),
-        ('{"r": 8}', {}, "has no adapter weights"),
-        ('{"r": 8}', {"safetensors": b"garbage!"}, "cannot be read as safetensors"),
-        ('{"r": 8}', {"safetensors": b""}, "cannot be read as safetensors"),
-        (
-            '{"r": 8}',
-            {"safetensors": tensors({Q_PROJ: [8, 576]})},
-            "for a model with hidden size 576; this model has 64",
-        ),
+        (None, None, "it has no adapter_config.json"),
+        ("{}", None, "has no rank `r`"),
+        ('{"r": 0}', None, "has no rank `r`"),
+        ("[]", None, "has no rank `r`"),
+        ("{", None, "is not JSON"),
+        ('{"r": 8}', None, "has no adapter weights"),
+        ('{"r": 8}', b"garbage!", "cannot be read as safetensors"),
+        ('{"r": 8}', b"", "cannot be read as safetensors"),
+        ('{"r": 8}', struct.pack("<Q", 2) + b"[]", "cannot be read as safetensors"),
+        ('{"r": 8}', tensors({Q_PROJ: [8, 576]}), "for a model with hidden size 576; this model has 64"),
     ],
 )
-def test_invalid_adapters(tmp_path: Path, config: str | None, files: dict[str, bytes], words: str) -> None:
-    adapters = {"leg": adapter(tmp_path / "leg", files, config)}
-    ((key, message),) = found(model(tmp_path, SMALL), adapters=adapters)
+def test_invalid_adapters(tmp_path: Path, config: str | None, weights: bytes | None, words: str) -> None:
+    files = {} if weights is None else {"safetensors": weights}
+    ((key, message),) = found(model(tmp_path, SMALL), adapters={"leg": adapter(tmp_path / "leg", files, config)})
     assert key == "adapters.leg"
     assert words in message
 
@@ -113,15 +113,15 @@ def test_valid_adapters(tmp_path: Path, files: dict[str, bytes], config: dict[st
     assert not found(model(tmp_path, config), adapters={"leg": adapter(tmp_path / "leg", files)})
 
 
-def test_home_directory_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_and_names_in_engine_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     adapter(tmp_path / "leg", {"safetensors": tensors({Q_PROJ: [8, 576]})}, '{"r": 12}')
     folder = model(tmp_path / "m", SMALL | {"max_position_embeddings": 77})
-    options = VllmOptions("~/m", adapters={"leg": "~/leg"})
+    options = VllmOptions("~/m", adapters={"leg": "~/leg"}, args={"max-num-seqs": 4})
     ((_, message),) = find_errors(options)
     assert "this model has 64" in message
     args = build_engine_args(options)
-    assert (args["model"], args["max_lora_rank"]) == (folder, 16)
+    assert (args["model"], args["max_lora_rank"], args["max_num_seqs"]) == (folder, 16, 4)
     spec = ModelSpec("m", "vllm", "~/m")
     assert (spec.locate(), read_static_info(spec).context) == (Path(folder), 77)
 
@@ -148,39 +148,19 @@ def test_check_reports_missing_vllm(tmp_path: Path) -> None:
     assert run(tmp_path, "check").stderr.startswith("dragoman: dragoman.yaml:2: models.m.engine: vllm is not installed")
 
 
-class ValidationFailure(ValueError):
-    """Has the interface of pydantic's ValidationError."""
-
-    title = "SomeConfig"
-
-    def __init__(self, *entries: tuple[tuple[str, ...], str, object]) -> None:
-        super().__init__("3 validation errors\nFor further information visit https://errors.example")
-        self.entries = entries
-
-    def errors(self) -> list[dict[str, Any]]:
-        return [{"loc": loc, "msg": msg, "input": given} for loc, msg, given in self.entries]
-
-
 @pytest.mark.parametrize(
     ("error", "words"),
     [
         (
-            ValidationFailure(
-                (("max_num_batched_tokens",), "Should be more", 0), (("max_num_seqs",), "Should be more", 0)
-            ),
-            "args.max-num-seqs: Should be more, not 0; SomeConfig.max_num_batched_tokens: Should be more, not 0",
+            ValidationError((("max_num_batched_tokens",), "Too few", 0), (("max_num_seqs",), "Too few", 0)),
+            "args.max-num-seqs: Too few, not 0; SchedulerConfig.max_num_batched_tokens: Too few, not 0",
         ),
         (
-            ValidationFailure(
-                (("dtype", "literal"), "Should be 'half'", "x"), (("dtype", "instance"), "Should be a dtype", "x")
-            ),
-            "args.dtype: Should be 'half' or Should be a dtype, not 'x'",
+            ValidationError((("dtype", "literal"), "Not 'half'", "x"), (("dtype", "instance"), "No dtype", "x")),
+            "args.dtype: Not 'half' or No dtype, not 'x'",
         ),
-        (ValidationFailure((("max_model_len",), "Should be less", 9)), "context: Should be less, not 9"),
-        (
-            ValidationFailure(((), "Value error, 9 heads cannot be shared by 4", object())),
-            "9 heads cannot be shared by 4",
-        ),
+        (ValidationError((("max_model_len",), "Should be less", 9)), "context: Should be less, not 9"),
+        (ValidationError(((), "Value error, 9 heads need 4", object())), "9 heads need 4"),
         (ValueError("one\n  two"), "one two"),
         (TypeError(), "TypeError"),
     ],
@@ -190,17 +170,10 @@ def test_errors_name_their_argument(error: Exception, words: str) -> None:
     assert describe_error(error, options) == words
 
 
-def test_argument_names_with_dashes() -> None:
-    assert build_engine_args(VllmOptions("hf:a/b", args={"max-num-seqs": 4}))["max_num_seqs"] == 4
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (
-            "Call failed: Worker failed with error 'it's for others', please check the stack trace above",
-            "it's for others",
-        ),
+        ("Call failed: Worker failed with error 'it's for others', please check the stack trace", "it's for others"),
         ("LoRA rank 600\nis greater", "is greater"),
         ("", "ValueError"),
     ],

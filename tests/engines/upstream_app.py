@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -71,21 +71,15 @@ def sent(server: BadServer, path: str = CHAT) -> list[dict[str, Any]]:
     return [json.loads(body) for body in server.requests[path]]
 
 
-def with_engine(
-    use: Callable[[UpstreamEngine], Awaitable[None]], *urls: str, start: bool = False, **fields: Any
-) -> None:
-    """Run a test with an engine, which must end all its generations."""
-
-    async def main() -> None:
-        options = UpstreamOptions(urls=urls, protocol="chat", **{"health_seconds": 0, **fields})
-        engine = UpstreamEngine("m", options)
-        try:
-            async with asyncio.timeout(60):
-                if start:
-                    await engine.start()
-                await use(engine)
-            assert not any(server.running for server in engine.states())
-        finally:
-            await engine.stop()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def start_engine(*urls: str, probe: bool = False, **fields: Any) -> AsyncIterator[UpstreamEngine]:
+    """An engine, with its probes if `probe` is set. The test must end all its generations."""
+    options = UpstreamOptions(urls=urls, protocol="chat", **{"health_seconds": 0, **fields})
+    engine = UpstreamEngine("m", options)
+    try:
+        if probe:
+            await engine.start()
+        yield engine
+        assert not any(server.running for server in engine.states())
+    finally:
+        await engine.stop()

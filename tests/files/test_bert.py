@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def weights() -> dict[str, Array]:
     return found
 
 
-def safetensors(path: Path, tensors: dict[str, NDArray[Any]]) -> None:
+def safetensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     kinds = {"float32": "F32", "float16": "F16", "int64": "I64"}
@@ -74,17 +75,17 @@ def safetensors(path: Path, tensors: dict[str, NDArray[Any]]) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(array.tobytes() for array in tensors.values()))
 
 
-def folder_of(path: Path, tensors: dict[str, NDArray[Any]]) -> Path:
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(CONFIG))
-    (path / "vocab.txt").write_text("\n".join(WORDS) + "\n")
-    safetensors(path / "model.safetensors", tensors)
-    return path
+def write_model(folder: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    safetensors(folder / "model.safetensors", tensors)
 
 
-def forward(found: dict[str, Array], tokens: list[int]) -> Array:
-    mean: Array = last_layer(found, tokens).mean(axis=0)
-    return mean / np.linalg.norm(mean)
+def converted(folder: Path, tensors: Mapping[str, NDArray[Any]]) -> Path:
+    """Write a model with these tensors, and convert it."""
+    write_model(folder, tensors)
+    bert.convert(folder, folder / "tiny.gguf", "tiny")
+    return folder / "tiny.gguf"
 
 
 def last_layer(found: dict[str, Array], tokens: list[int]) -> Array:
@@ -134,59 +135,44 @@ async def embedded(path: Path, text: str) -> tuple[list[int], Array]:
 
 def test_llama_matches_numpy(tmp_path: Path) -> None:
     found = weights()
-    folder = folder_of(tmp_path / "tiny", {**found, "embeddings.position_ids": np.arange(CONTEXT)})
-    bert.convert(folder, tmp_path / "tiny.gguf", "tiny")
-    tokens, made = asyncio.run(embedded(tmp_path / "tiny.gguf", "Hello, worlds  xyz"))
+    path = converted(tmp_path, {**found, "embeddings.position_ids": np.arange(CONTEXT)})
+    tokens, made = asyncio.run(embedded(path, "Hello, worlds  xyz"))
     assert [WORDS[token] for token in tokens] == ["[CLS]", "hello", ",", "world", "##s", "[UNK]", "[SEP]"]
-    assert float(made @ forward(found, tokens)) > 0.9999
-
-
-def test_metadata(tmp_path: Path) -> None:
-    bert.convert(folder_of(tmp_path / "tiny", {**weights()}), tmp_path / "one.gguf", "tiny")
-    metadata = read_metadata(tmp_path / "one.gguf")
-    assert (metadata["general.architecture"], metadata["general.name"]) == ("bert", "tiny")
-    assert (metadata["bert.context_length"], metadata["bert.embedding_length"], metadata["bert.pooling_type"]) == (
-        CONTEXT,
-        WIDTH,
-        1,
-    )
+    mean = last_layer(found, tokens).mean(axis=0)
+    assert float(made @ mean / np.linalg.norm(mean)) > 0.9999
+    metadata = read_metadata(path)
+    assert (metadata["general.name"], metadata["bert.context_length"]) == ("tiny", CONTEXT)
     assert metadata["bert.attention.causal"] is False
     assert metadata["tokenizer.ggml.seperator_token_id"] == 3
 
 
 def test_conversion_is_deterministic_with_or_without_prefix(tmp_path: Path) -> None:
     found = weights()
-    bert.convert(folder_of(tmp_path / "tiny", {**found}), tmp_path / "one.gguf", "tiny")
-    bert.convert(folder_of(tmp_path / "tiny", {**found}), tmp_path / "two.gguf", "tiny")
     named = {f"bert.{name}": array for name, array in found.items()}
-    bert.convert(folder_of(tmp_path / "tiny", {**named}), tmp_path / "three.gguf", "tiny")
-    one = (tmp_path / "one.gguf").read_bytes()
-    assert one == (tmp_path / "two.gguf").read_bytes() == (tmp_path / "three.gguf").read_bytes()
+    one, two, three = [converted(tmp_path, tensors).read_bytes() for tensors in (found, found, named)]
+    assert one == two == three
     halves = {name: array.astype(np.float16) for name, array in found.items()}
-    bert.convert(folder_of(tmp_path / "tiny", {**halves}), tmp_path / "four.gguf", "tiny")
-    assert len((tmp_path / "four.gguf").read_bytes()) == len(one)
+    assert len(converted(tmp_path, halves).read_bytes()) == len(one)
 
 
 @pytest.mark.parametrize(("pooling", "row"), [(2, 0), (3, -1)])
 def test_other_pooling_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pooling: int, row: int) -> None:
     monkeypatch.setattr(bert, "MEAN_POOLING", pooling)
     found = weights()
-    bert.convert(folder_of(tmp_path / "tiny", {**found}), tmp_path / "tiny.gguf", "tiny")
-    tokens, made = asyncio.run(embedded(tmp_path / "tiny.gguf", "hello worlds"))
+    tokens, made = asyncio.run(embedded(converted(tmp_path, found), "hello worlds"))
     expected = last_layer(found, tokens)[row]
     assert float(made @ expected / np.linalg.norm(expected)) > 0.9999
 
 
 def test_ranking_model_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bert, "MEAN_POOLING", 4)
-    bert.convert(folder_of(tmp_path / "tiny", {**weights()}), tmp_path / "tiny.gguf", "tiny")
     with pytest.raises(ConfigError, match="is a reranking model"):
-        asyncio.run(embedded(tmp_path / "tiny.gguf", "hello"))
+        asyncio.run(embedded(converted(tmp_path, weights()), "hello"))
 
 
 @pytest.mark.parametrize("file", ["config.json", "vocab.txt", "model.safetensors"])
 def test_invalid_files(tmp_path: Path, file: str) -> None:
-    folder = folder_of(tmp_path / "tiny", {**weights()})
-    (folder / file).write_bytes(b"\x05\x00\x00\x00\x00\x00\x00\x00{]")
+    write_model(tmp_path, weights())
+    (tmp_path / file).write_bytes(b"\x05\x00\x00\x00\x00\x00\x00\x00{]")
     with pytest.raises(ConfigError, match="tiny cannot be converted"):
-        bert.convert(folder, tmp_path / "one.gguf", "tiny")
+        bert.convert(tmp_path, tmp_path / "tiny.gguf", "tiny")

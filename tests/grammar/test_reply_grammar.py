@@ -19,10 +19,10 @@ from dragoman.core.request import (
     ToolChoice,
 )
 from dragoman.formats import FORMATS
-from dragoman.grammar.reply_grammar import ReplyGrammar, build_reply_grammar
+from dragoman.grammar.reply_grammar import build_reply_grammar
 from dragoman.grammar.schema_check import find_violations
 from dragoman.prompt.plain_text_tools import format_calls
-from tests.grammar.matching import accepts, follows, grammar_model, matcher, tokens
+from tests.grammar.matching import Reply, grammar_model
 
 WEATHER = Tool(
     "get_weather",
@@ -72,17 +72,8 @@ CALLS["hermes"] = tuple(text.replace("<tool_call>", "<tool_call>\n") for text in
 BARE = {"llama3", "pythonic", "json", "plain"}
 
 
-def reply(
-    kind: str, *, opened: bool = False, control: bool = False, thinks: bool = False, **fields: Any
-) -> ReplyGrammar:
-    request = GenerationRequest(**{"tools": (WEATHER, TIME), **fields})
-    found = build_reply_grammar(request, grammar_model(FORMATS[kind], control=control, thinks=thinks), opened=opened)
-    assert found is not None
-    return found
-
-
-def markers(kind: str, control: bool) -> list[str]:
-    return sorted(FORMATS[kind].markers) if control else []
+def reply(kind: str, **fields: Any) -> Reply:
+    return Reply(kind, **{"tools": (WEATHER, TIME), **fields})
 
 
 @pytest.mark.parametrize("control", [False, True])
@@ -90,62 +81,55 @@ def markers(kind: str, control: bool) -> list[str]:
 class TestCalls:
     def test_required_call(self, kind: str, control: bool) -> None:
         good, bad = CALLS[kind]
-        reply_grammar = reply(kind, control=control, tool_choice=ToolChoice("required"))
-        known = markers(kind, control)
-        assert accepts(reply_grammar.grammar, good, known)
-        assert not accepts(reply_grammar.grammar, bad, known)
-        assert follows(reply_grammar.grammar, "Hello", known) == 0
-        assert reply_grammar.relaxed == ()
+        found = reply(kind, control=control, tool_choice=ToolChoice("required"))
+        assert found.accepts(good)
+        assert not found.accepts(bad)
+        assert found.follows("Hello") == 0
+        assert found.relaxed == ()
 
     def test_named_tool(self, kind: str, control: bool) -> None:
         good, _ = CALLS[kind]
-        known = markers(kind, control)
-        assert accepts(
-            reply(kind, control=control, tool_choice=ToolChoice("named", "get_weather")).grammar, good, known
-        )
+        assert reply(kind, control=control, tool_choice=ToolChoice("named", "get_weather")).accepts(good)
         other = reply(kind, control=control, tool_choice=ToolChoice("named", "get_time"))
-        assert not accepts(other.grammar, good, known)
+        assert not other.accepts(good)
 
     def test_optional_call_follows_its_schema(self, kind: str, control: bool) -> None:
         if kind == "plain":
             return
         good, bad = CALLS[kind]
-        known = markers(kind, control)
-        reply_grammar = reply(kind, control=control)
+        found = reply(kind, control=control)
         final = "<|channel|>final<|message|>" if kind == "harmony" else ""
-        assert accepts(reply_grammar.grammar, f"{final}Hello {{}} [x](y) you.", known)
-        assert accepts(reply_grammar.grammar, good, known)
-        assert not accepts(reply_grammar.grammar, bad, known)
+        assert found.accepts(f"{final}Hello {{}} [x](y) you.")
+        assert found.accepts(good)
+        assert not found.accepts(bad)
         if kind not in BARE and kind != "harmony":
-            assert accepts(reply_grammar.grammar, f"Let me see. {good}", known)
-            assert not accepts(reply_grammar.grammar, f"Let me see. {bad}", known)
+            assert found.accepts(f"Let me see. {good}")
+            assert not found.accepts(f"Let me see. {bad}")
 
     def test_tool_choice_none_forbids_calls(self, kind: str, control: bool) -> None:
         if kind in ("plain", "harmony"):
             return
         good, _ = CALLS[kind]
-        known = markers(kind, control)
-        reply_grammar = reply(kind, control=control, tool_choice=ToolChoice("none"))
-        assert accepts(reply_grammar.grammar, "Just <text> {and} [more].", known)
-        assert not accepts(reply_grammar.grammar, good, known)
+        found = reply(kind, control=control, tool_choice=ToolChoice("none"))
+        assert found.accepts("Just <text> {and} [more].")
+        assert not found.accepts(good)
 
     def test_constrained_answer_or_call(self, kind: str, control: bool) -> None:
         good, _ = CALLS[kind]
-        known = markers(kind, control)
-        reply_grammar = reply(kind, control=control, constraint=PERSON)
+        found = reply(kind, control=control, constraint=PERSON)
         final = "<|channel|>final<|message|>" if kind == "harmony" else ""
-        assert accepts(reply_grammar.grammar, final + '{"name": "Ann", "age": 7}', known)
-        assert accepts(reply_grammar.grammar, good, known)
-        assert not accepts(reply_grammar.grammar, final + '{"name": "Ann"}', known)
-        assert not accepts(reply_grammar.grammar, final + "Ann is 7.", known)
+        assert found.accepts(final + '{"name": "Ann", "age": 7}')
+        assert found.accepts(good)
+        assert not found.accepts(final + '{"name": "Ann"}')
+        assert not found.accepts(final + "Ann is 7.")
 
 
 @pytest.mark.parametrize("mode", ["required", "auto"])
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind not in ("plain", "harmony")])
 def test_parallel_calls_are_optional(kind: str, mode: Any) -> None:
     several = written(kind, "get_time", "{}", "{}")
-    assert accepts(reply(kind, tool_choice=ToolChoice(mode)).grammar, several)
-    assert not accepts(reply(kind, tool_choice=ToolChoice(mode, parallel=False)).grammar, several)
+    assert reply(kind, tool_choice=ToolChoice(mode)).accepts(several)
+    assert not reply(kind, tool_choice=ToolChoice(mode, parallel=False)).accepts(several)
 
 
 THOUGHTS = {
@@ -163,39 +147,37 @@ THOUGHTS = {
 @pytest.mark.parametrize("kind", THOUGHTS)
 def test_reasoning_before_constrained_answer(kind: str, control: bool) -> None:
     begin, end = THOUGHTS[kind]
-    known = markers(kind, control)
-    reply_grammar = reply(kind, control=control, thinks=True, tools=(), constraint=PERSON)
+    found = reply(kind, control=control, thinks=True, tools=(), constraint=PERSON)
     answer = '{"name": "Ann", "age": 7}'
-    assert accepts(reply_grammar.grammar, f"{begin}\nI think {{.\n{end}\n\n{answer}".replace(f"{end}\n\n", end), known)
-    assert not accepts(reply_grammar.grammar, f"{begin}I think.{end}Ann", known)
+    assert found.accepts(f"{begin}\nI think {{.\n{end}\n\n{answer}".replace(f"{end}\n\n", end))
+    assert not found.accepts(f"{begin}I think.{end}Ann")
     if kind != "harmony":
-        assert accepts(reply_grammar.grammar, answer, known)
+        assert found.accepts(answer)
         start = reply(kind, control=control, opened=True, tools=(), constraint=PERSON)
-        assert accepts(start.grammar, f"I think.{end}\n\n{answer}", known)
-        assert not accepts(start.grammar, answer, known)
+        assert start.accepts(f"I think.{end}\n\n{answer}")
+        assert not start.accepts(answer)
 
 
 def test_no_reasoning_for_models_without_it() -> None:
-    assert follows(reply("hermes", tools=(), constraint=PERSON).grammar, "<think>") == 0
+    assert reply("hermes", tools=(), constraint=PERSON).follows("<think>") == 0
 
 
 def test_reasoning_and_calls_in_text_with_control_tokens() -> None:
-    known = markers("mistral", True)
-    reply_grammar = reply("mistral", control=True)
-    assert accepts(reply_grammar.grammar, "[THINK]Hm.[/THINK]Yes.[TOOL_CALLS]get_time[ARGS]{}", known)
-    assert accepts(reply_grammar.grammar, "[THINK]Hm.[/THINK]Yes.", known)
+    found = reply("mistral", control=True)
+    assert found.accepts("[THINK]Hm.[/THINK]Yes.[TOOL_CALLS]get_time[ARGS]{}")
+    assert found.accepts("[THINK]Hm.[/THINK]Yes.")
 
 
 def test_opener_word_is_allowed_in_text() -> None:
-    reply_grammar = reply("phi")
-    assert accepts(reply_grammar.grammar, "import functools\nfrom functools import cache")
-    assert follows(reply_grammar.grammar, "functools[x") == len("functools[")
+    found = reply("phi")
+    assert found.accepts("import functools\nfrom functools import cache")
+    assert found.follows("functools[x") == len("functools[")
 
 
 def test_bare_json_without_tool_name_is_text() -> None:
-    reply_grammar = reply("json")
-    assert accepts(reply_grammar.grammar, '{"name": "Ann", "arguments": 7}')
-    assert accepts(reply_grammar.grammar, "Look: " + CALLS["json"][1])
+    found = reply("json")
+    assert found.accepts('{"name": "Ann", "arguments": 7}')
+    assert found.accepts("Look: " + CALLS["json"][1])
 
 
 SHAPES = [
@@ -209,18 +191,18 @@ SHAPES = [
 @pytest.mark.parametrize(("constraint", "good", "bad"), SHAPES)
 @pytest.mark.parametrize("thinks", [False, True])
 def test_constraint_kinds(constraint: Any, good: list[str], bad: list[str], thinks: bool) -> None:
-    reply_grammar = reply("hermes", tools=(), constraint=constraint, thinks=thinks)
-    assert [accepts(reply_grammar.grammar, text) for text in good] == [True] * len(good)
-    assert [accepts(reply_grammar.grammar, text) for text in bad] == [False] * len(bad)
+    found = reply("hermes", tools=(), constraint=constraint, thinks=thinks)
+    assert [found.accepts(text) for text in good] == [True] * len(good)
+    assert [found.accepts(text) for text in bad] == [False] * len(bad)
     if thinks:
-        assert all(accepts(reply_grammar.grammar, f"<think>Hm.</think>\n{text}") for text in good)
+        assert all(found.accepts(f"<think>Hm.</think>\n{text}") for text in good)
 
 
 def test_whitespace_is_bounded() -> None:
-    reply_grammar = reply("plain", tools=(), constraint=PERSON)
-    assert accepts(reply_grammar.grammar, '{\n\t"name": "Ann",\n    "age" :  7\n}')
-    assert follows(reply_grammar.grammar, "{" + " " * 20) == 3
-    assert follows(reply_grammar.grammar, "{" + "\n" * 20) == 2
+    found = reply("plain", tools=(), constraint=PERSON)
+    assert found.accepts('{\n\t"name": "Ann",\n    "age" :  7\n}')
+    assert found.follows("{" + " " * 20) == 3
+    assert found.follows("{" + "\n" * 20) == 2
 
 
 def test_unconstrained_request_has_no_grammar() -> None:
@@ -232,18 +214,18 @@ def test_relaxed_keywords_are_reported_with_paths() -> None:
     loose = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
     tools = (TIME, Tool("b", parameters=loose, path="tools[1].input_schema"))
     schema = JsonSchema({"type": "string", "pattern": "^(?=a)"}, path="output_config.format.schema")
-    reply_grammar = reply("hermes", tools=tools, constraint=schema)
-    assert set(reply_grammar.relaxed) == {
+    found = reply("hermes", tools=tools, constraint=schema)
+    assert set(found.relaxed) == {
         "output_config.format.schema.pattern",
         "tools[1].input_schema.properties.x.uniqueItems",
     }
-    assert {check.capture for check in reply_grammar.checks} == {"answer", "tool_1"}
+    assert {check.capture for check in found.checks} == {"answer", "tool_1"}
 
 
 def test_invalid_optional_tool_relaxes_only_itself() -> None:
     mistaken = Tool("b", parameters={"type": "object", "properties": {"x": {"type": "bogus"}}}, path="tools[1].here")
-    reply_grammar = reply("hermes", tools=(WEATHER, mistaken))
-    assert reply_grammar.relaxed == ("tools[1].here.properties.x.type",)
+    found = reply("hermes", tools=(WEATHER, mistaken))
+    assert found.relaxed == ("tools[1].here.properties.x.type",)
     with pytest.raises(InvalidSchema, match="type"):
         reply("hermes", tools=(WEATHER, mistaken), tool_choice=ToolChoice("required"))
     with pytest.raises(InvalidSchema, match="type"):
@@ -253,8 +235,8 @@ def test_invalid_optional_tool_relaxes_only_itself() -> None:
 def test_string_keywords_of_tagged_arguments_are_relaxed() -> None:
     tool = Tool("f", parameters={"type": "object", "properties": {"x": {"type": "string", "pattern": "^a"}}})
     for kind in ("qwen_xml", "gemma"):
-        reply_grammar = reply(kind, tools=(tool,), tool_choice=ToolChoice("required"))
-        assert reply_grammar.relaxed == ("tools.properties.x.pattern",)
+        found = reply(kind, tools=(tool,), tool_choice=ToolChoice("required"))
+        assert found.relaxed == ("tools.properties.x.pattern",)
     assert reply("pythonic", tools=(tool,)).relaxed == ()
 
 
@@ -270,13 +252,11 @@ def test_string_keywords_of_tagged_arguments_are_relaxed() -> None:
 def test_string_keywords_of_tagged_arguments_are_checked(kind: str, call: str, control: bool) -> None:
     for pattern in ("^a", "^(?=a)"):
         tool = Tool("f", parameters={"type": "object", "properties": {"x": {"type": "string", "pattern": pattern}}})
-        reply_grammar = reply(kind, control=control, tools=(tool,))
-        assert reply_grammar.relaxed == ("tools.properties.x.pattern",)
+        found = reply(kind, control=control, tools=(tool,))
+        assert found.relaxed == ("tools.properties.x.pattern",)
         for value, fine in (("abc", True), ("a\n</b> c", True), ("xyz", False)):
-            reader = matcher(reply_grammar.grammar, markers(kind, control))
-            ids = tokens(call.format(value), markers(kind, control))
-            assert reader.try_consume_tokens(ids) == len(ids)
-            assert (find_violations(reply_grammar.checks, reader.get_captures()) == ()) is fine
+            assert found.accepts(call.format(value))
+            assert (find_violations(found.checks, found.matcher.get_captures()) == ()) is fine
 
 
 def test_invalid_constraints_are_rejected() -> None:
@@ -290,39 +270,16 @@ def test_invalid_constraints_are_rejected() -> None:
         OneOf(()),
     ):
         with pytest.raises(InvalidSchema) as raised:
-            accepts(reply("hermes", tools=(), constraint=constraint).grammar, "")
+            reply("hermes", tools=(), constraint=constraint).accepts("")
         assert raised.value.param is not None
     with pytest.raises(BadRequest):
         reply("hermes", tool_choice=ToolChoice("named", "other"))
 
 
-def test_references_resolve_within_their_tool() -> None:
-    node = {
-        "type": "object",
-        "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}},
-        "required": ["v"],
-    }
-    tree = Tool(
-        "tree", parameters={"type": "object", "properties": {"root": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
-    )
-    for kind, call in {
-        "hermes": '<tool_call>{"name": "tree", "arguments": {"root": {"v": 1, "next": {"v": 2}}}}</tool_call>',
-        "qwen_xml": "<tool_call><function=tree><parameter=root>\n"
-        '{"v": 1, "next": {"v": 2}}\n</parameter></function></tool_call>',
-        "pythonic": '[tree(root={"v": 1, "next": {"v": 2}})]',
-        "gemma": "<|tool_call>call:tree{root:{v:1,next:{v:2}}}<tool_call|>",
-    }.items():
-        reply_grammar = reply(kind, tools=(TIME, tree), tool_choice=ToolChoice("required"))
-        assert accepts(reply_grammar.grammar, call), kind
-        assert not accepts(reply_grammar.grammar, call.replace("2", "true")), kind
-
-
 def test_tool_gets_only_declared_parameters() -> None:
-    reply_grammar = reply(
-        "hermes", tools=(Tool("f", parameters={"type": "object", "properties": {"a": {"type": "integer"}}}),)
-    )
-    assert accepts(reply_grammar.grammar, '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')
-    assert not accepts(reply_grammar.grammar, '<tool_call>{"name": "f", "arguments": {"b": 1}}</tool_call>')
+    found = reply("hermes", tools=(Tool("f", parameters={"type": "object", "properties": {"a": {"type": "integer"}}}),))
+    assert found.accepts('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')
+    assert not found.accepts('<tool_call>{"name": "f", "arguments": {"b": 1}}</tool_call>')
     wide = {"type": "object", "properties": {"a": {}}, "additionalProperties": True}
-    reply_grammar = reply("hermes", tools=(Tool("f", parameters=wide),))
-    assert accepts(reply_grammar.grammar, '<tool_call>{"name": "f", "arguments": {"b": 1}}</tool_call>')
+    found = reply("hermes", tools=(Tool("f", parameters=wide),))
+    assert found.accepts('<tool_call>{"name": "f", "arguments": {"b": 1}}</tool_call>')

@@ -6,21 +6,16 @@ from typing import Any
 import pytest
 
 from dragoman.core.errors import InvalidSchema
-from dragoman.core.request import GenerationRequest, Tool, ToolChoice
-from dragoman.formats import FORMATS
-from dragoman.grammar.argument_values import Subschemas
+from dragoman.core.request import Tool, ToolChoice
 from dragoman.grammar.lark import MAX_TEXT
-from dragoman.grammar.reply_grammar import ReplyGrammar, build_reply_grammar
-from tests.grammar.matching import accepts, grammar_model
+from tests.grammar.matching import Reply
 
 MANY = 400
 
 
-def required_call(kind: str, schema: dict[str, Any]) -> ReplyGrammar:
-    request = GenerationRequest(tools=(Tool("f", parameters=schema),), tool_choice=ToolChoice("required"))
-    reply_grammar = build_reply_grammar(request, grammar_model(FORMATS[kind]), opened=False)
-    assert reply_grammar is not None
-    return reply_grammar
+def required_call(kind: str, schema: dict[str, Any]) -> Reply:
+    """Return a required call of a tool with these parameters."""
+    return Reply(kind, tools=(Tool("f", parameters=schema),), tool_choice=ToolChoice("required"))
 
 
 def list_parameters(targets: list[str], definitions: dict[str, Any]) -> dict[str, Any]:
@@ -40,16 +35,16 @@ def linked_node(i: int, following: int) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["qwen_xml", "pythonic", "gemma"])
 def test_only_reachable_definitions_are_written(kind: str) -> None:
     alone = {f"d{i}": {"type": "object", "properties": {f"v{i}": {"type": "integer"}}} for i in range(MANY)}
-    reply_grammar = required_call(kind, list_parameters([f"#/$defs/d{i}" for i in range(MANY)], alone))
-    assert len(reply_grammar.grammar) < 1000 * MANY
+    call_grammar = required_call(kind, list_parameters([f"#/$defs/d{i}" for i in range(MANY)], alone))
+    assert len(call_grammar.grammar) < 1000 * MANY
 
 
 @pytest.mark.parametrize("kind", ["qwen_xml", "pythonic"])
 def test_shared_definitions_are_written_once(kind: str) -> None:
     ring = {f"d{i}": linked_node(i, (i + 1) % MANY) for i in range(MANY)}
     start = time.process_time()
-    reply_grammar = required_call(kind, list_parameters(["#/$defs/d7"] * MANY, ring))
-    assert len(reply_grammar.grammar) < 1000 * MANY
+    call_grammar = required_call(kind, list_parameters(["#/$defs/d7"] * MANY, ring))
+    assert len(call_grammar.grammar) < 1000 * MANY
     assert time.process_time() - start < 5
 
 
@@ -66,12 +61,12 @@ def test_too_long_grammar_is_rejected_early(kind: str) -> None:
 def test_recursive_members() -> None:
     node = {"type": "object", "properties": {f"p{i}": {"$ref": "#/$defs/node"} for i in range(12)}}
     start = time.process_time()
-    reply_grammar = required_call(
+    call_grammar = required_call(
         "gemma", {"type": "object", "properties": {"root": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
     )
     assert time.process_time() - start < 5
-    assert accepts(reply_grammar.grammar, "<|tool_call>call:f{root:{p1:{p2:{}},p3:{}}}<tool_call|>")
-    assert not accepts(reply_grammar.grammar, "<|tool_call>call:f{root:{p1:{p2:5}}}<tool_call|>")
+    assert call_grammar.accepts("<|tool_call>call:f{root:{p1:{p2:{}},p3:{}}}<tool_call|>")
+    assert not call_grammar.accepts("<|tool_call>call:f{root:{p1:{p2:5}}}<tool_call|>")
 
 
 @pytest.mark.parametrize(
@@ -93,9 +88,9 @@ def test_reference_kinds(reference: str, definition: dict[str, Any]) -> None:
         "additionalProperties": False,
     }
     held = {"outer": {"type": "object", "properties": {"inner": node}}} if "outer" in reference else {"node": node}
-    reply_grammar = required_call("pythonic", list_parameters([reference], held))
-    assert accepts(reply_grammar.grammar, '[f(p0=[{"v": 1, "more": [{"v": 2, "more": []}]}])]')
-    assert not accepts(reply_grammar.grammar, '[f(p0=[{"v": 1, "more": [{"v": "2"}]}])]')
+    call_grammar = required_call("pythonic", list_parameters([reference], held))
+    assert call_grammar.accepts('[f(p0=[{"v": 1, "more": [{"v": 2, "more": []}]}])]')
+    assert not call_grammar.accepts('[f(p0=[{"v": 1, "more": [{"v": "2"}]}])]')
 
 
 def test_reference_to_the_whole_schema() -> None:
@@ -103,11 +98,33 @@ def test_reference_to_the_whole_schema() -> None:
         "type": "object",
         "properties": {"n": {"type": "integer"}, "inner": {"type": "array", "items": {"$ref": "#"}}},
     }
-    reply_grammar = required_call("pythonic", schema)
-    assert accepts(reply_grammar.grammar, '[f(n=1, inner=[{"n": 2, "inner": []}])]')
-    assert not accepts(reply_grammar.grammar, '[f(n=1, inner=[{"n": "2"}])]')
+    call_grammar = required_call("pythonic", schema)
+    assert call_grammar.accepts('[f(n=1, inner=[{"n": 2, "inner": []}])]')
+    assert not call_grammar.accepts('[f(n=1, inner=[{"n": "2"}])]')
 
 
 def test_ref_inside_const_is_unchanged() -> None:
-    schema = {"const": {"$ref": "#/$defs/x"}}
-    assert '{"$ref": "#/$defs/x"}' in Subschemas({"properties": {"a": schema}}).json_directive(schema)
+    schema = {"type": "object", "properties": {"a": {"const": {"$ref": "#/$defs/x"}}}}
+    assert '"const": {"$ref": "#/$defs/x"}' in required_call("pythonic", schema).grammar
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"root": {"v": 1, "next": {"v": 2}}}}</tool_call>'),
+        (
+            "qwen_xml",
+            '<tool_call><function=f><parameter=root>\n{"v": 1, "next": {"v": 2}}\n</parameter></function></tool_call>',
+        ),
+        ("pythonic", '[f(root={"v": 1, "next": {"v": 2}})]'),
+        ("gemma", "<|tool_call>call:f{root:{v:1,next:{v:2}}}<tool_call|>"),
+    ],
+)
+def test_references_resolve_within_their_tool(kind: str, call: str) -> None:
+    members = {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}}
+    node = {"type": "object", "properties": members, "required": ["v"]}
+    root = {"root": {"$ref": "#/$defs/node"}}
+    tree = Tool("f", parameters={"type": "object", "properties": root, "$defs": {"node": node}})
+    call_grammar = Reply(kind, tools=(Tool("other"), tree), tool_choice=ToolChoice("required"))
+    assert call_grammar.accepts(call)
+    assert not call_grammar.accepts(call.replace("2", "true"))

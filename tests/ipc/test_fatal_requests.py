@@ -10,7 +10,7 @@ import pytest
 
 from dragoman.core.engine import stream_events
 from dragoman.core.errors import EngineDied, RequestRefused
-from dragoman.ipc.engine_client import WorkerRequest, make_method_call
+from dragoman.ipc.engine_client import WorkerRequest
 from dragoman.ipc.messages import pack
 from dragoman.ipc.worker_engine import MAX_REQUESTS, MEMORY_SECONDS, FatalRequests, WorkerEngine
 from tests.support.workers import ask, events
@@ -36,16 +36,6 @@ def test_two_crashes_refuse_the_same_request_from_any_caller() -> None:
     assert is_refused(fatal, pack(ask("die")))
     assert not is_refused(fatal, ask("live"))
     assert not is_refused(fatal, msgspec.structs.replace(ask("die"), max_tokens=3))
-
-
-def test_method_call_keys_are_ignored() -> None:
-    fatal = FatalRequests()
-    method_call = make_method_call("tokenize", "die", True)
-    for key in (1, 2):
-        fatal.note_crash(msgspec.structs.replace(method_call, key=key))
-    assert is_refused(fatal, method_call)
-    assert not is_refused(fatal, make_method_call("tokenize", "die", False))
-    assert not is_refused(fatal, make_method_call("detokenize", (1,)))
 
 
 def test_crashes_are_forgotten() -> None:
@@ -75,6 +65,7 @@ async def test_call_that_crashed_the_worker_twice_is_refused(
             await call()
         assert (raised.value.status, raised.value.code) == (400, "request_refused")
         assert len(await events(engine, "count 2")) == 4
+        assert list(await engine.tokenize("live", False)) == [4, 0]
         assert engine.pid == before
 
 

@@ -51,7 +51,7 @@ async def test_complete_reply_does_not_keep_the_worker_busy(make_worker: MakeWor
     await engine.start()
     first, sink = engine.pid, RecordingSink()
     assert engine._worker is not None
-    assert engine.forward(sink, KEY, pack(ask("slowly 5")))
+    assert engine.forward(sink.put, KEY, pack(ask("slowly 5")))
     assert engine._worker.unfinished
     parts = await sink.until_ended(KEY)
     said = [event for part in parts for event in part.events]
@@ -69,7 +69,7 @@ async def test_stop_forwarding_cancels_and_a_death_fails_the_others(engine: Work
     worker = engine._worker
     assert worker is not None
     for key in (KEY, KEY + 1):
-        assert engine.forward(sink, key, pack(ask("slowly 10000")))
+        assert engine.forward(sink.put, key, pack(ask("slowly 10000")))
     await until(lambda: len(sink.received) == 2)
     engine.stop_forwarding(KEY)
     await until(lambda: set(worker.unfinished) == {KEY + 1})
@@ -80,7 +80,7 @@ async def test_stop_forwarding_cancels_and_a_death_fails_the_others(engine: Work
 
 async def test_delivery_error_restarts_the_worker(engine: WorkerEngine, caplog: pytest.LogCaptureFixture) -> None:
     first, sink = engine.pid, FailingSink()
-    assert engine.forward(sink, KEY, pack(ask("slowly 10000")))
+    assert engine.forward(sink.put, KEY, pack(ask("slowly 10000")))
     assert failed_with_death(await sink.until_ended(KEY))
     # The restart needs no request.
     await until(lambda: engine.pid not in (None, first))

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterable
 from typing import Any
 
 import msgspec
@@ -105,12 +107,12 @@ async def test_cancelled_generation_ends_in_the_worker(engine: WorkerEngine) -> 
     stream = stream_events(engine, ask("slowly 100000"))
     await anext(stream)
     await stream.aclose()
-    tasks = [asyncio.create_task(engine.deliver(ask("slowly 1000"), lambda _: None)) for _ in range(20)]
+    tasks = [asyncio.create_task(engine.deliver(ask("slowly 100000"), lambda _: None)) for _ in range(20)]
     await asyncio.sleep(0)
+    assert len(unfinished) >= len(tasks)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert unfinished
     await until(lambda: not unfinished)
     assert len(await events(engine, "count 2")) == 4
 
@@ -193,6 +195,36 @@ async def test_stop_leaves_no_process(engine: WorkerEngine) -> None:
     with pytest.raises(Unavailable, match="stopped"):
         await events(engine, "count 1")
     assert engine.pid is None
+
+
+async def drain(stream: AsyncIterable[object]) -> None:
+    async for _ in stream:
+        pass
+
+
+async def test_stop_while_a_worker_dies_fails_its_requests(
+    engine: WorkerEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait, is_waiting = Process.wait, asyncio.Event()
+
+    async def wait_slowly(process: Process) -> int:
+        is_waiting.set()
+        await asyncio.sleep(0.1)
+        return await wait(process)
+
+    monkeypatch.setattr(Process, "wait", wait_slowly)
+    pid = engine.pid
+    assert pid is not None
+    stream = stream_events(engine, ask("slowly 1000"))
+    await anext(stream)
+    os.kill(pid, signal.SIGKILL)
+    await is_waiting.wait()
+    await engine.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineDied):
+            await drain(stream)
 
 
 async def test_stop_during_start_leaves_no_process(make_worker: MakeWorker) -> None:

@@ -1,4 +1,4 @@
-"""Models that cannot be loaded: requests are refused and the reason is logged."""
+"""Loads that fail, and requests that leave while a model is being loaded."""
 
 import asyncio
 from collections.abc import Iterator
@@ -12,10 +12,11 @@ from dragoman.core.engine import Engine, Output
 from dragoman.core.errors import ModelFailed, ModelLoading
 from dragoman.core.request import GenerationRequest
 from dragoman.models import Catalog, ModelHost
-from dragoman.models.engine_loader import BuildEngine, OnEngineLost
+from dragoman.models.engine_loader import OnEngineLost
 
 EXPLODING = ModelSpec("m", "tests.support.engines:Exploding")
 INESTIMABLE = ModelSpec("m", "tests.support.engines:Unweighable")
+SLOW = ModelSpec("m", "tests.support.engines:SlowToLoad")
 MISTAKEN = ModelSpec("m", "scripted", None, {"chunk": "many"})
 NO_WAIT = Limits(load_seconds=0)
 
@@ -31,11 +32,16 @@ async def settled(host: ModelHost) -> str:
     return host.state
 
 
+async def refused_for(host: ModelHost) -> float:
+    with pytest.raises(ModelFailed) as raised:
+        await host.enter()
+    return raised.value.retry_after or 0
+
+
 @pytest.mark.parametrize("spec", [EXPLODING, MISTAKEN], ids=lambda spec: spec.engine)
 async def test_failed_load_is_logged_without_a_waiting_request(
-    spec: ModelSpec, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    spec: ModelSpec, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("dragoman.models.engine_loader.FIRST_PAUSE", 1.0)
     catalog = Catalog(settings(spec))
     host = catalog.resolve("m").host
     with pytest.raises(ModelLoading):
@@ -43,18 +49,11 @@ async def test_failed_load_is_logged_without_a_waiting_request(
     assert await settled(host) == "failed"
     with pytest.raises(ModelFailed):
         await host.enter()
-    # The next request after the pause retries.
-    assert host.state == "failed"
-    await asyncio.sleep(1.1)
-    with pytest.raises(ModelLoading):
-        await host.enter()
-    await settled(host)
     await catalog.stop()
-    errors = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert len(errors) == 2
+    (error,) = [record for record in caplog.records if record.levelname == "ERROR"]
     message = "no such device" if spec is EXPLODING else "chunk: expected"
-    assert all(f"model m: not loaded: {message}" in record.getMessage() for record in errors)
-    assert all((record.exc_info is not None) == (spec is EXPLODING) for record in errors)
+    assert f"model m: not loaded: {message}" in error.getMessage()
+    assert (error.exc_info is not None) == (spec is EXPLODING)
 
 
 async def test_refusal_after_a_failure_has_a_retry_time(caplog: pytest.LogCaptureFixture) -> None:
@@ -69,15 +68,11 @@ async def test_refusal_after_a_failure_has_a_retry_time(caplog: pytest.LogCaptur
     # A manual retry doubles the pause.
     host.load()
     await settled(host)
-    with pytest.raises(ModelFailed) as raised:
-        await host.enter()
-    assert 8 < (raised.value.retry_after or 0) <= 10
+    assert 8 < await refused_for(host) <= 10
     assert caplog.text.count("not loaded") == 2
     catalog.reconfigure(settings(EXPLODING, Limits(load_seconds=5)))
     assert catalog.resolve("m").host is host
-    with pytest.raises(ModelFailed) as raised:
-        await host.enter()
-    assert 3 < (raised.value.retry_after or 0) <= 5
+    assert 3 < await refused_for(host) <= 5
     await catalog.stop()
     assert caplog.text.count("not loaded") == 3
 
@@ -140,12 +135,9 @@ class SlowEngine(Engine):
     def monotonic(self) -> float:
         return self.now
 
-    def build_engine(self, spec: ModelSpec, limits: Limits) -> BuildEngine:
-        async def build(on_lost: OnEngineLost) -> Engine:
-            self.on_lost = on_lost
-            return self
-
-        return build
+    async def build(self, spec: ModelSpec, limits: Limits, on_lost: OnEngineLost) -> Engine:
+        self.on_lost = on_lost
+        return self
 
     async def start(self) -> None:
         self.now += self.seconds
@@ -161,17 +153,11 @@ class SlowEngine(Engine):
         yield "here"
 
 
-async def refused_for(host: ModelHost) -> float:
-    with pytest.raises(ModelFailed) as raised:
-        await host.enter()
-    return raised.value.retry_after or 0
-
-
 def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> tuple[SlowEngine, Catalog, ModelHost]:
     engine = SlowEngine(seconds)
     for module in ("engine_loader", "model_host"):
         monkeypatch.setattr(f"dragoman.models.{module}.time", engine)
-    catalog = Catalog(settings(EXPLODING, Limits(load_seconds=5)), engine_factory=engine.build_engine)
+    catalog = Catalog(settings(EXPLODING, Limits(load_seconds=5)), engine_factory=engine.build)
     return engine, catalog, catalog.resolve("m").host
 
 
@@ -214,3 +200,27 @@ async def test_long_lived_model_resets_the_pause(
     engine.broken = True
     assert await refused_for(host) == pause
     await catalog.stop()
+
+
+@pytest.mark.parametrize(
+    ("limits", "error"), [(Limits(), asyncio.CancelledError), (Limits(load_seconds=0.2), ModelLoading)]
+)
+async def test_request_that_leaves_does_not_cancel_the_load(limits: Limits, error: type[BaseException]) -> None:
+    catalog = Catalog(settings(SLOW, limits))
+    host = catalog.resolve("m").host
+    try:
+        leaving = asyncio.create_task(host.ready())
+        await asyncio.sleep(0.1)
+        host.set_limits(Limits())
+        staying = asyncio.create_task(host.ready())
+        await asyncio.sleep(0.2)
+        if error is asyncio.CancelledError:
+            leaving.cancel()
+        with pytest.raises(error):
+            await leaving
+        async with asyncio.timeout(60):
+            await staying
+        assert not catalog.lifecycle.residency_of(host).running
+        assert not catalog.lifecycle.residency_of(host).waiting
+    finally:
+        await catalog.stop()

@@ -1,88 +1,30 @@
-"""The call readers in isolation: what they report, when, and what they reject."""
+"""The call readers: what they report, when, and what they reject."""
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dragoman.core.events import Event, ToolCallDelta, ToolCallStart
-from dragoman.core.request import Tool
-from dragoman.formats.syntax import Braced, CallSection, JsonCall, NamedJson, Pythonic, Tagged
-from dragoman.pipeline.call_sections import DETECTORS, READERS
-from dragoman.pipeline.event_writer import EventWriter, MalformedCall
-from dragoman.pipeline.text_buffer import Parser, TextBuffer
+from dragoman.core.events import Started, TextDelta, ToolCallDelta
+from dragoman.core.request import Text, Tool, ToolCall
+from dragoman.formats import FORMATS
+from dragoman.formats.syntax import ModelFormat
+from dragoman.pipeline.split import SplitStage
+from dragoman.prompt.plain_text_tools import format_calls
+from tests.formats.replay import joined, play, run
 from tests.support.text_splits import cut, cuttings
 
-TAGS = Tagged("<f={name}>", "<p={key}>\n", "\n</p>", "</f>")
-SECTIONS = {
-    "json": CallSection(JsonCall(), open="<c>", close="</c>"),
-    "named": CallSection(NamedJson(("{name}[A]",)), open="[C]"),
-    "tagged": CallSection(TAGS, open="<c>", close="</c>"),
-    "pythonic": CallSection(Pythonic(), open="<c>", close="</c>"),
-    "braced": CallSection(Braced("<q>"), open="<c>", close="</c>"),
+TOOL = Tool("f", parameters={"properties": {"text": {"type": "string"}, "count": {"type": "integer"}}})
+OPENERS = {
+    "hermes": "<tool_call>",
+    "mistral": "[TOOL_CALLS]",
+    "qwen_xml": "<tool_call>",
+    "pythonic": "<|python_start|>",
+    "gemma": "<|tool_call>",
 }
-PARAMETERS = {"text": {"type": "string"}, "count": {"type": "integer"}}
-
-
-class Reading:
-    """A reader of one kind of call at work."""
-
-    def __init__(self, kind: str, parameters: Any = PARAMETERS) -> None:
-        section, self.buffer = SECTIONS[kind], TextBuffer()
-        tool = Tool("f", parameters={"type": "object", "properties": parameters})
-        self.writer = EventWriter(self.buffer, {"f": tool}, parallel=True)
-        self.parser: Parser[None] = READERS[type(section.call)](self.buffer, section.call, section, self.writer)
-        self.events: list[Event] = []
-
-    @property
-    def reported(self) -> list[tuple[str, str]]:
-        self.writer.flush(self.events)
-        calls: list[tuple[str, str]] = []
-        for event in self.events:
-            if isinstance(event, ToolCallStart):
-                calls.append((event.name, ""))
-            elif isinstance(event, ToolCallDelta):
-                calls[-1] = (calls[-1][0], calls[-1][1] + event.arguments)
-        return calls
-
-    def read(self, pieces: Sequence[str], cut_short: bool = False) -> "Reading":
-        for piece in pieces:
-            self.buffer.feed(piece)
-            while (waiting := next(self.parser, "done")) != "done" and self.buffer.refill():
-                pass
-            if waiting == "done":
-                return self
-        self.buffer.end(cut_short)
-        assert next(self.parser, "done") == "done"
-        return self
-
-
-def written(kind: str, name: str, arguments: dict[str, Any]) -> str:
-    """Return a call as a model would write it."""
-    if kind == "json":
-        return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    if kind == "named":
-        return f"{name}[A]" + json.dumps(arguments)
-    if kind == "pythonic":
-        return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
-    if kind == "braced":
-        return f"call:{name}" + _braced(arguments)
-    values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
-    return f"<f={name}>" + "".join(f"<p={key}>\n{value}\n</p>" for key, value in values.items()) + "</f>"
-
-
-def _braced(value: Any) -> str:
-    if isinstance(value, str):
-        return f"<q>{value}<q>"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_braced(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_braced, value)) + "]"
-    return json.dumps(value)
-
+"""A format for each kind of call, with the text that opens a section."""
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=20)
 KEYS = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
@@ -92,72 +34,64 @@ VALUES = st.recursive(
 )
 
 
-@pytest.mark.parametrize("kind", SECTIONS)
-@settings(deadline=None)
+@pytest.mark.parametrize("syntax", [syntax for syntax in FORMATS.values() if syntax.calls], ids=lambda form: form.name)
+@settings(max_examples=25, deadline=None)
 @given(count=VALUES, text=TEXTS, cuts=cuttings())
-def test_arguments_round_trip(kind: str, count: Any, text: str, cuts: list[int]) -> None:
+def test_arguments_round_trip(syntax: ModelFormat, count: Any, text: str, cuts: list[int]) -> None:
     # Without quotes, only the schema distinguishes strings from numbers.
-    if kind == "tagged" and isinstance(count, str):
+    if isinstance(count, str):
         count = [count]
     arguments = {"text": text, "count": count}
-    output = written(kind, "f", arguments)
+    output = format_calls([ToolCall("", "f", json.dumps(arguments)), ToolCall("", "f", "{}")], syntax)
     for pieces in ([output], list(output), cut(output, cuts)):
-        # A reader does not consume text after the call.
-        reading = Reading(kind).read([*pieces, "</c> "] if kind != "named" else [*pieces, "[C]"])
-        assert [(name, json.loads(reported)) for name, reported in reading.reported] == [("f", arguments)]
-        assert reading.writer.warnings == []
-        assert reading.buffer.window in ("", "</c> ", "[C]")
+        found = joined(play(syntax.name, pieces, tools=(TOOL,)))
+        calls = [(part.name, json.loads(part.arguments)) for part in found.parts if isinstance(part, ToolCall)]
+        assert calls == [("f", arguments), ("f", {})]
+        assert len(found.parts) == 2
+        assert found.warnings == ()
 
 
 STREAMED = [
-    ("json", '{"name": "f", "arguments": ', '{"text": "', "}", "}"),
-    ("named", "f[A]", '{"text": "', "}", ""),
-    ("tagged", "<f=f><p=text>\n", "", "", "\n</p></f>"),
-    ("braced", "call:f{text:<q>", "", "", "<q>}"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"text": "'),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"text": "'),
+    ("qwen_xml", "<tool_call><function=f><parameter=text>\n"),
+    ("gemma", '<|tool_call>call:f{text:<|"|>'),
 ]
 
 
-@pytest.mark.parametrize(("kind", "head", "opening", "closing", "tail"), STREAMED)
-def test_strings_are_streamed(kind: str, head: str, opening: str, closing: str, tail: str) -> None:
-    reading = Reading(kind)
-    reading.buffer.feed(head + opening)
-    next(reading.parser)
+@pytest.mark.parametrize(("name", "head"), STREAMED)
+def test_strings_are_streamed(name: str, head: str) -> None:
+    stage = SplitStage(FORMATS[name], [TOOL])
+    events = run([Started(), TextDelta(head)], stage)
     for i in range(1, 50):
-        reading.buffer.feed("word ")
-        next(reading.parser)
-        reported = reading.reported[0][1]
+        events += stage([TextDelta("word ")])
+        reported = "".join(event.arguments for event in events if isinstance(event, ToolCallDelta))
         # A space may belong to the end of the string, but complete words are reported.
         assert reported.startswith('{"text": "word')
         assert reported.count("word") == i
 
 
 def test_python_calls_are_reported_when_complete() -> None:
-    reading = Reading("pythonic")
-    reading.buffer.feed("[f(a=1), g(b=(2)), h(")
-    next(reading.parser)
-    assert reading.reported == [("f", '{"a":1}'), ("g", '{"b":2}')]
-    reading.buffer.end()
-    with pytest.raises(MalformedCall):
-        next(reading.parser)
-    assert len(reading.reported) == 2
+    found = joined(play("pythonic", ["<|python_start|>[f(a=1), g(b=(2)), h("], tools=(TOOL,)))
+    assert found.parts == (ToolCall("", "f", '{"a":1}'), ToolCall("", "g", '{"b":2}'), Text(", h("))
 
 
 REFUSED = [
-    ("json", "{}"),
-    ("json", "x"),
-    ("json", '{"name": 1}'),
-    ("json", '{"name": "f", "arguments": 5}'),
-    ("json", '{"name": "f", "arguments": "x"}'),
-    ("json", '{"name": "f" "x"'),
-    ("json", '{"name": "\\ud800"}'),
-    ("json", '{"arguments": {}}'),
-    ("json", '{"function": {"function": {"name": "f"}}}'),
-    ("named", "[A]{}"),
-    ("named", "a b[A]{}"),
-    ("named", "x" * 2000 + "[A]{}"),
-    ("tagged", "<f=></f>"),
-    ("tagged", "<f=a b></f>"),
-    ("tagged", f"<f={'x' * 2000}></f>"),
+    ("hermes", "{}"),
+    ("hermes", "x"),
+    ("hermes", '{"name": 1}'),
+    ("hermes", '{"name": "f", "arguments": 5}'),
+    ("hermes", '{"name": "f", "arguments": "x"}'),
+    ("hermes", '{"name": "f" "x"'),
+    ("hermes", '{"name": "\\ud800"}'),
+    ("hermes", '{"arguments": {}}'),
+    ("hermes", '{"function": {"function": {"name": "f"}}}'),
+    ("mistral", "[ARGS]{}"),
+    ("mistral", "a b[ARGS]{}"),
+    ("mistral", "x" * 2000 + "[ARGS]{}"),
+    ("qwen_xml", "<function=></function>"),
+    ("qwen_xml", "<function=a b></function>"),
+    ("qwen_xml", f"<function={'x' * 2000}></function>"),
     ("pythonic", "f"),
     ("pythonic", "f(x)"),
     ("pythonic", "f(**x)"),
@@ -169,55 +103,47 @@ REFUSED = [
     ("pythonic", "1f()"),
     ("pythonic", "x" * 300 + "()"),
     ("pythonic", f"f({'(' * 300}1{')' * 300})"),
-    ("braced", "f{}"),
-    ("braced", "call:{}"),
-    ("braced", "call:a b{}"),
+    ("gemma", "f{}"),
+    ("gemma", "call:{}"),
+    ("gemma", "call:a b{}"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "output"), REFUSED, ids=lambda value: value[:30])
-@settings(deadline=None)
+@pytest.mark.parametrize(("name", "output"), REFUSED, ids=lambda value: value[:30])
+@settings(max_examples=20, deadline=None)
 @given(cuts=cuttings())
-def test_non_calls_are_malformed(kind: str, output: str, cuts: list[int]) -> None:
-    for pieces in ([output], cut(output, cuts)):
-        with pytest.raises(MalformedCall):
-            Reading(kind).read(pieces)
+def test_unreadable_calls_are_text(name: str, output: str, cuts: list[int]) -> None:
+    text = OPENERS[name] + output
+    for pieces in ([text], cut(text, cuts)):
+        found = joined(play(name, pieces, tools=(TOOL,)))
+        assert found.parts == (Text(text),)
+        assert len(found.warnings) == 1
 
 
-BROKEN = [
-    # kind, output, arguments if the model stopped there, and if it was cut short
-    ("json", '{"name": "f", "arguments": {"a": [1, 2', '{"a": [1, 2]}', '{"a": [1, 2'),
-    ("json", '{"name": "f", "arguments": {"a": "x', '{"a": "x', '{"a": "x'),
-    ("json", '{"name": "f", "arguments": {"a": "x\\', '{"a": "x\\', '{"a": "x\\'),
-    ("named", 'f[A]{"a": {', '{"a": {}}', '{"a": {'),
-    ("braced", "call:f{a:<q>x", '{"a": "x', '{"a": "x'),
-    ("braced", "call:f{a:[1,2", '{"a": [1, 2', '{"a": [1, 2'),
-    ("braced", "call:f{a", "{a", "{a"),
+INCOMPLETE = [
+    # format, output, arguments if the model stopped there, and if it was cut short
+    ("hermes", '{"name": "f", "arguments": {"a": [1, 2', '{"a": [1, 2]}', '{"a": [1, 2'),
+    ("hermes", '{"name": "f", "arguments": {"a": "x', '{"a": "x', '{"a": "x'),
+    ("hermes", '{"name": "f", "arguments": {"a": "x\\', '{"a": "x\\', '{"a": "x\\'),
+    ("mistral", 'f[ARGS]{"a": {', '{"a": {}}', '{"a": {'),
+    ("gemma", 'call:f{a:<|"|>x', '{"a": "x', '{"a": "x'),
+    ("gemma", "call:f{a:[1,2", '{"a": [1, 2', '{"a": [1, 2'),
+    ("gemma", "call:f{a", "{a", "{a"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "output", "stopped", "cut_short"), BROKEN)
-@settings(deadline=None)
+@pytest.mark.parametrize(("name", "output", "stopped", "cut_short"), INCOMPLETE)
+@settings(max_examples=20, deadline=None)
 @given(cuts=cuttings())
-def test_incomplete_calls(kind: str, output: str, stopped: str, cut_short: str, cuts: list[int]) -> None:
-    for pieces in ([output], cut(output, cuts)):
-        reading = Reading(kind).read(pieces)
-        assert (reading.reported, reading.buffer.window) == ([("f", stopped)], "")
-        assert reading.writer.warnings
-        reading = Reading(kind).read(pieces, cut_short=True)
-        assert (reading.reported, reading.buffer.window) == ([("f", cut_short)], "")
-        assert reading.writer.warnings == []
-
-
-@pytest.mark.parametrize("kind", SECTIONS)
-def test_detectors_reject_other_text(kind: str) -> None:
-    section, buffer = SECTIONS[kind], TextBuffer()
-    buffer.feed("(")
-    buffer.end()
-    with pytest.raises(StopIteration) as done:
-        next(DETECTORS[type(section.call)](buffer, section.call, section))
-    assert done.value.value is False
-    assert buffer.window == "("
+def test_incomplete_calls(name: str, output: str, stopped: str, cut_short: str, cuts: list[int]) -> None:
+    text = OPENERS[name] + output
+    for pieces in ([text], cut(text, cuts)):
+        found = joined(play(name, pieces, tools=(TOOL,)))
+        assert found.parts == (ToolCall("", "f", stopped),)
+        assert found.warnings
+        found = joined(play(name, pieces, tools=(TOOL,), reason="length"))
+        assert found.parts == (ToolCall("", "f", cut_short),)
+        assert found.warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -227,22 +153,20 @@ def test_detectors_reject_other_text(kind: str) -> None:
         ({"enum": ["a", "b"]}, "5", "null"),
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "5", None),
         ({"type": ["string", "null"]}, "5", None),
-        *(
-            (schema, 5, None)
-            for schema in (
-                {"type": "integer"},
-                {"type": "object"},
-                {"enum": ["a", 1]},
-                {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-                {"anyOf": [{"type": "string"}, {"type": "integer"}]},
-                {},
-                None,
-                True,
-            )
-        ),
+        ({"type": "integer"}, 5, None),
+        ({"type": "object"}, 5, None),
+        ({"enum": ["a", 1]}, 5, None),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 5, None),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, 5, None),
+        ({}, 5, None),
+        (None, 5, None),
+        (True, 5, None),
     ],
 )
 def test_schema_decides_whether_a_tagged_parameter_is_text(schema: Any, number: Any, null: Any) -> None:
+    tool = Tool("f", parameters={"properties": {"x": schema}})
     for value, expected in (("5", number), ("null", null)):
-        reading = Reading("tagged", {"x": schema}).read([f"<f=f><p=x>\n{value}\n</p></f></c>"])
-        assert [json.loads(arguments) for _, arguments in reading.reported] == [{"x": expected}]
+        output = f"<tool_call><function=f><parameter=x>\n{value}\n</parameter></function></tool_call>"
+        (call,) = joined(play("qwen_xml", [output], tools=(tool,))).parts
+        assert isinstance(call, ToolCall)
+        assert json.loads(call.arguments) == {"x": expected}

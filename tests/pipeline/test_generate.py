@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 
 import msgspec
@@ -23,26 +22,6 @@ NO_LIMIT = Slots(Admission(None, 0, 1), "alice")
 CHAT = GenerationRequest(id="1", model="m", messages=(Message("user", (Text("hello there"),)),))
 
 
-async def after_first_batch(engine: Engine) -> tuple[asyncio.Task[None], list[Sequence[Event]]]:
-    """Return a generation whose receiver has got one batch and blocks, and the received batches."""
-    start, received = asyncio.Event(), list[Sequence[Event]]()
-
-    def on_events(_: int, events: Sequence[Event]) -> Awaitable[None]:
-        received.append(events)
-        start.set()
-        return asyncio.get_running_loop().create_future()
-
-    task = asyncio.create_task(generate(engine, CHAT, NO_LIMIT, on_events))
-    await start.wait()
-    return task, received
-
-
-async def cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
 def reply(engine: Engine, request: GenerationRequest) -> Reply:
     return asyncio.run(whole(engine, request))
 
@@ -57,6 +36,27 @@ class AsyncShout(Engine):
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
         for word in request.last_user_text.upper().split():
             yield [TextDelta(word), TextDelta(" ")]
+            await asyncio.sleep(0)
+
+
+class Endless(Engine):
+    def __init__(self) -> None:
+        self.produced = 0
+        self.closed = threading.Event()
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        try:
+            while True:
+                self.produced += 1
+                yield "again "
+        finally:
+            self.closed.set()
+
+
+class EndlessAsync(Endless):
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:  # type: ignore[override]
+        for output in super().generate(request):
+            yield output
             await asyncio.sleep(0)
 
 
@@ -86,19 +86,10 @@ def test_max_tokens_is_enforced_by_the_server() -> None:
 
 
 def test_stop_string_ends_the_engine_and_is_counted() -> None:
-    closed = threading.Event()
-
-    class Endless(Engine):
-        def generate(self, request: GenerationRequest) -> Iterator[Output]:
-            try:
-                while True:
-                    yield "again "
-            finally:
-                closed.set()
-
-    choice = reply(Endless(), msgspec.structs.replace(CHAT, stop=("n a",))).choices[0]
+    engine = Endless()
+    choice = reply(engine, msgspec.structs.replace(CHAT, stop=("n a",))).choices[0]
     assert (choice.text, choice.reason, choice.stop, choice.usage.completion) == ("agai", "stop", "n a", 2)
-    assert closed.wait(60)
+    assert engine.closed.wait(60)
 
 
 def test_choices_are_separate_generations() -> None:
@@ -120,7 +111,7 @@ def test_choices_are_separate_generations() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_each_choice_takes_a_slot(slots: int) -> None:
+async def test_each_choice_takes_a_slot(slots: int) -> None:
     running, most = 0, 0
 
     class Counting(Engine):
@@ -132,13 +123,10 @@ def test_each_choice_takes_a_slot(slots: int) -> None:
             yield "x"
             running -= 1
 
-    async def scenario() -> None:
-        admission = Admission(slots, 0, 0.001)
-        result = await whole(Counting(), msgspec.structs.replace(CHAT, choices=5), admission)
-        assert len(result.choices) == 5
-        assert admission.running == admission.waiting == 0
-
-    asyncio.run(scenario())
+    admission = Admission(slots, 0, 0.001)
+    result = await whole(Counting(), msgspec.structs.replace(CHAT, choices=5), admission)
+    assert len(result.choices) == 5
+    assert admission.running == admission.waiting == 0
     assert most == slots
 
 
@@ -163,91 +151,50 @@ def test_failed_choice_ends_the_others() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_too_long_prompt_is_rejected_before_any_reply(slots: int) -> None:
+async def test_too_long_prompt_is_rejected_before_any_reply(slots: int) -> None:
     engine = ScriptedEngine("short", ScriptedOptions(context=20, chunk=1))
     request = GenerationRequest(id="1", model="short", prompts=((2, 3), "word " * 10))
     received: list[Sequence[Event]] = []
 
-    async def scenario() -> None:
-        request_slots = Slots(Admission(slots, 0, 1), "alice")
-        await request_slots.acquire_first()
-        await generate(engine, request, request_slots, lambda _, events: received.append(events))
-
+    request_slots = Slots(Admission(slots, 0, 1), "alice")
+    await request_slots.acquire_first()
     with pytest.raises(ContextTooLong, match="20 tokens, but the prompt has 50"):
-        asyncio.run(scenario())
+        await generate(engine, request, request_slots, lambda _, events: received.append(events))
     assert not received
 
 
-class Raising(Engine):
-    def generate(self, request: GenerationRequest) -> Iterator[Output]:
-        yield "one"
-        raise RuntimeError("boom at /secret/path")
+def test_engine_exception_text_is_not_exposed() -> None:
+    class Raising(Engine):
+        def generate(self, request: GenerationRequest) -> Iterator[Output]:
+            yield "one"
+            raise RuntimeError("boom at /secret/path")
 
-
-class WrongType(Engine):
-    def generate(self, request: GenerationRequest) -> Iterator[Output]:
-        yield 3  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("engine", [Raising(), WrongType()])
-def test_engine_exception_text_is_not_exposed(engine: Engine) -> None:
     with pytest.raises(EngineFailed) as caught:
-        reply(engine, CHAT)
+        reply(Raising(), CHAT)
     assert "secret" not in caught.value.message
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_closing_the_stream_stops_the_engine(asynchronous: bool) -> None:
-    produced, closed = [0], threading.Event()
+@pytest.mark.parametrize("kind", [Endless, EndlessAsync])
+async def test_slow_receiver_delays_the_engine_and_cancelling_stops_it(kind: type[Endless]) -> None:
+    engine, start, received = kind(), asyncio.Event(), list[Sequence[Event]]()
 
-    class Counting(Engine):
-        def generate(self, request: GenerationRequest) -> Iterator[Output]:
-            try:
-                while True:
-                    produced[0] += 1
-                    yield "x"
-                    time.sleep(0.001)
-            finally:
-                closed.set()
+    def on_events(_: int, events: Sequence[Event]) -> Awaitable[None]:
+        received.append(events)
+        start.set()
+        return asyncio.get_running_loop().create_future()
 
-    class AsyncCounting(Engine):
-        async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
-            try:
-                while True:
-                    produced[0] += 1
-                    yield "x"
-                    await asyncio.sleep(0.001)
-            finally:
-                closed.set()
-
-    async def scenario() -> None:
-        task, _ = await after_first_batch(AsyncCounting() if asynchronous else Counting())
-        await cancelled(task)
-
-    asyncio.run(scenario())
-    assert closed.wait(60)
-    before = produced[0]
-    time.sleep(0.05)
-    assert produced[0] == before
-
-
-def test_back_pressure_on_a_fast_generator() -> None:
-    produced = [0]
-
-    class Fast(Engine):
-        def generate(self, request: GenerationRequest) -> Iterator[Output]:
-            for _ in range(100_000):
-                produced[0] += 1
-                yield "x"
-
-    async def scenario() -> None:
-        task, received = await after_first_batch(Fast())
-        await asyncio.sleep(0.1)
-        assert produced[0] < 2000
-        assert len(received) == 1
-        await cancelled(task)
-
-    asyncio.run(scenario())
+    task = asyncio.create_task(generate(engine, CHAT, NO_LIMIT, on_events))
+    await start.wait()
+    await asyncio.sleep(0.1)
+    assert engine.produced < 2000
+    assert len(received) == 1
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(engine.closed.wait, 60)
+    before = engine.produced
+    await asyncio.sleep(0.05)
+    assert engine.produced == before
 
 
 def test_unsupported_parameters_are_ignored_or_rejected() -> None:

@@ -1,4 +1,4 @@
-"""The small stages: limit and tally."""
+"""The stages that limit and count tokens."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from dragoman.pipeline.count import CountStage, LimitStage
 
 
 def feed(stage: Stage, events: Sequence[Event], sizes: Sequence[int]) -> list[Event]:
-    """All events through the stage, in lists of these sizes."""
+    """Pass the events through the stage in lists of these sizes."""
     out: list[Event] = []
     rest = list(events)
     for size in sizes:
@@ -44,8 +44,8 @@ def test_limit_of_zero() -> None:
 def test_count_uses_token_counts_of_deltas(sizes: list[int]) -> None:
     calls: list[Event] = [ReasoningDelta("x", count=2), ToolCallDelta("{", count=1)]
     events: list[Event] = [Started(5, 2), TextDelta("abc", count=3), *calls, Finished("stop", "END")]
-    told = Finished("stop", "END", Usage(prompt=5, completion=6, cached=2, reasoning=2))
-    assert feed(CountStage(), events, sizes) == [*events[:-1], told]
+    last = Finished("stop", "END", Usage(prompt=5, completion=6, cached=2, reasoning=2))
+    assert feed(CountStage(), events, sizes) == [*events[:-1], last]
 
 
 def test_count_prefers_the_engines_usage() -> None:

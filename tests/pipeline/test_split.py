@@ -24,7 +24,7 @@ from dragoman.pipeline.split import SplitStage, starts_inside_reasoning
 from dragoman.pipeline.stop import StopStage
 from dragoman.pipeline.text_buffer import MAX_GAP, TextBuffer
 from tests.formats.cases import OUTPUTS, TOOLS
-from tests.formats.replay import count_tokens, joined, play
+from tests.formats.replay import count_tokens, joined, play, run
 from tests.support.text_splits import cut, cuttings
 
 NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
@@ -35,6 +35,12 @@ def parts(output: str, thinking: bool = False) -> tuple[Part, ...]:
     return joined(play("hermes", [output], thinking=thinking)).parts
 
 
+def started() -> SplitStage:
+    stage = SplitStage(FORMATS["hermes"], TOOLS)
+    stage([Started()])
+    return stage
+
+
 def feed(stage: SplitStage, *pieces: str) -> list[Event]:
     return [event for piece in pieces for event in stage([TextDelta(piece)])]
 
@@ -43,8 +49,7 @@ def feed(stage: SplitStage, *pieces: str) -> list[Event]:
 
 
 def test_text_passes_at_once() -> None:
-    stage = SplitStage(FORMATS["hermes"], TOOLS)
-    stage([Started()])
+    stage = started()
     assert feed(stage, "Hello") == [TextDelta("Hello")]
     assert feed(stage, " world") == [TextDelta(" world")]
     # A space may belong to a marker, and `<` may begin one.
@@ -54,8 +59,7 @@ def test_text_passes_at_once() -> None:
 
 
 def test_reasoning_and_arguments_pass_at_once() -> None:
-    stage = SplitStage(FORMATS["hermes"], TOOLS)
-    stage([Started()])
+    stage = started()
     assert feed(stage, "<think>", "Well", ",") == [ReasoningDelta("Well", 2), ReasoningDelta(",")]
     assert feed(stage, "</think>", "<tool_call>", '{"name": "run", "arguments": ') == []
     first, *rest = feed(stage, '{"comm', 'and": "l', "s -l")
@@ -71,18 +75,13 @@ def test_one_large_piece_makes_few_events() -> None:
 
 
 def test_empty_delta() -> None:
-    assert joined(play("hermes", ["", "", "<think>a</think><think>"])) == joined(
-        play("hermes", ["<think>a</think><think>"])
-    )
+    output = "<think>a</think><think>"
+    assert joined(play("hermes", ["", "", output])) == joined(play("hermes", [output]))
 
 
 def test_stream_without_started_event() -> None:
-    stage = SplitStage(FORMATS["hermes"])
-    assert [*feed(stage, "<think>a</think>b"), *stage([Finished()])] == [
-        ReasoningDelta("a"),
-        TextDelta("b", 0),
-        Finished(),
-    ]
+    events = run([TextDelta("<think>a</think>b"), Finished()], SplitStage(FORMATS["hermes"]))
+    assert events == [ReasoningDelta("a"), TextDelta("b", 0), Finished()]
 
 
 # Rule 2: whitespace next to a marker belongs to it, all other text is kept.
@@ -118,11 +117,9 @@ def test_calls_before_a_malformed_call_are_kept() -> None:
 
 
 def test_engine_warnings_are_kept() -> None:
-    stage = SplitStage(FORMATS["hermes"], TOOLS)
-    last = [*feed(stage, "<tool_call>x"), *stage([Finished(warnings=("of the engine",))])][-1]
-    assert isinstance(last, Finished)
-    assert last.warnings[0] == "of the engine"
-    assert len(last.warnings) == 2
+    events = run([TextDelta("<tool_call>x"), Finished(warnings=("of the engine",))], started())
+    assert joined([Started(), *events]).warnings[0] == "of the engine"
+    assert len(joined([Started(), *events]).warnings) == 2
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -166,7 +163,7 @@ def test_engine_finishes_a_single_call() -> None:
 
 # Rule 4: ambiguous markers in reasoning.
 
-DOUBTS: list[tuple[str, tuple[Part, ...]]] = [
+AMBIGUOUS: list[tuple[str, tuple[Part, ...]]] = [
     ("<think>a `</think>` b</think>c", (Reasoning("a `</think>` b"), Text("c"))),
     ('<think>a "</think>" b</think>c', (Reasoning('a "</think>" b'), Text("c"))),
     ("<think>it's '</think>' b</think>c", (Reasoning("it's '</think>' b"), Text("c"))),
@@ -191,7 +188,7 @@ DOUBTS: list[tuple[str, tuple[Part, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("output", "expected"), DOUBTS)
+@pytest.mark.parametrize(("output", "expected"), AMBIGUOUS)
 @settings(max_examples=20, deadline=None)
 @given(cuts=cuttings())
 def test_ambiguous_markers_in_reasoning(output: str, expected: tuple[Part, ...], cuts: list[int]) -> None:
@@ -250,8 +247,7 @@ def token(text: str, number: int) -> TextDelta:
 def test_token_ids_go_with_text_and_reasoning_only() -> None:
     texts = ["<think>", "a", "b", "</think>", "c", "d ", "<tool_call>"]
     texts += ['{"name": "now", "arguments": ', "{}", "}", "</tool_call>", "e"]
-    stage = SplitStage(FORMATS["hermes"], TOOLS)
-    events = [*stage([Started()]), *stage([token(text, i) for i, text in enumerate(texts)]), *stage([Finished()])]
+    events = started()([*(token(text, i) for i, text in enumerate(texts)), Finished()])
     assert count_tokens(events) == len(texts)
     for kind, numbers in ((ReasoningDelta, [1, 2]), (TextDelta, [4, 5, 11])):
         deltas = [event for event in events if isinstance(event, kind)]
@@ -263,23 +259,14 @@ def test_token_ids_go_with_text_and_reasoning_only() -> None:
 @given(cuts=cuttings())
 def test_token_ids_are_ordered_and_unique(cuts: list[int]) -> None:
     pieces = cut("<think>why</think>The answer\n<table> is plain.", cuts)
-    stage = SplitStage(FORMATS["hermes"], TOOLS)
-    events = list(stage([Started()]))
-    for i, piece in enumerate(pieces):
-        events += stage([token(piece, i)])
-    events += stage([Finished()])
-    told = [number for event in events if isinstance(event, TextDelta | ReasoningDelta) for number in event.tokens]
-    assert told == sorted(set(told))
+    events = run([*(token(piece, i) for i, piece in enumerate(pieces)), Finished()], started())
+    numbers = [number for event in events if isinstance(event, TextDelta | ReasoningDelta) for number in event.tokens]
+    assert numbers == sorted(set(numbers))
     assert count_tokens(events) == len(pieces)
 
 
-def tallied(output: str, usage: Usage | None = None) -> Usage:
-    stage, tally = SplitStage(FORMATS["hermes"], TOOLS), CountStage()
-    events: list[Event] = list(tally(stage([Started(7)])))
-    for piece in output.split("|"):
-        events += tally(stage([TextDelta(piece)]))
-    events += tally(stage([Finished(usage=usage)]))
-    last = events[-1]
+def reported_usage(output: str, usage: Usage | None = None) -> Usage:
+    last = run([Started(7), *map(TextDelta, output.split("|")), Finished(usage=usage)], started(), CountStage())[-1]
     assert isinstance(last, Finished)
     assert last.usage is not None
     return last.usage
@@ -287,30 +274,21 @@ def tallied(output: str, usage: Usage | None = None) -> Usage:
 
 def test_reasoning_tokens_are_counted() -> None:
     # The token of the opener counts with the reasoning, that of the closer with the text.
-    assert tallied("<think>|a|b|</think>|c|d") == Usage(prompt=7, completion=6, reasoning=3)
-    assert tallied("a|b") == Usage(prompt=7, completion=2)
-    told = Usage(prompt=9, completion=6, cached=4)
-    assert tallied("<think>|a|b|</think>|c|d", told) == Usage(prompt=9, completion=6, cached=4, reasoning=3)
+    assert reported_usage("<think>|a|b|</think>|c|d") == Usage(prompt=7, completion=6, reasoning=3)
+    assert reported_usage("a|b") == Usage(prompt=7, completion=2)
+    usage = Usage(prompt=9, completion=6, cached=4)
+    assert reported_usage("<think>|a|b|</think>|c|d", usage) == Usage(prompt=9, completion=6, cached=4, reasoning=3)
 
 
 def test_tokens_without_text_are_counted() -> None:
-    stage = SplitStage(FORMATS["hermes"], TOOLS)
-    events = [*feed(stage, "a", "", "", "b", "", "<think>", "</think>"), *stage([Finished()])]
-    assert count_tokens(events) == 7
+    assert count_tokens(play("hermes", ["a", "", "", "b", "", "<think>", "</think>"])) == 7
 
 
 # Stop strings.
 
 
 def stopped(pieces: Sequence[str], *stops: str) -> tuple[tuple[Part, ...], str | None]:
-    stage, stop = SplitStage(FORMATS["hermes"], TOOLS), StopStage(stops)
-    events: list[Event] = list(stop(stage([Started()])))
-    for piece in pieces:
-        events += stop(stage([TextDelta(piece)]))
-        if isinstance(events[-1], Finished):
-            break
-    else:
-        events += stop(stage([Finished()]))
+    events = run([Started(), *map(TextDelta, pieces), Finished()], started(), StopStage(stops))
     last = events[-1]
     assert isinstance(last, Finished)
     return joined(events).parts, last.stop
@@ -403,6 +381,4 @@ def test_cost_is_linear_in_the_reply(case: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("text", ['{"html": "<think>a</think>b"}', '{"x": "' + NOW.replace('"', "'") + '"}'])
 def test_constrained_answer_is_not_split(text: str) -> None:
     for pieces in ([text], list(text)):
-        stage = SplitStage(FORMATS["hermes"], TOOLS, shaped=True)
-        events = [*stage([Started()]), *feed(stage, *pieces), *stage([Finished()])]
-        assert joined(events).parts == (Text(text),)
+        assert joined(play("hermes", pieces, shaped=True)).parts == (Text(text),)

@@ -1,39 +1,34 @@
 """The text buffer: parsers return the same result however the text is cut."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dragoman.pipeline.text_buffer import MAX_GAP, RECENT_LENGTH, Gap, MarkerMatch, Markers, Parser, TextBuffer
+from dragoman.pipeline.text_buffer import MAX_GAP, Gap, MarkerMatch, Markers, TextBuffer
 from tests.support.text_splits import cut, cuttings
 
 T = TypeVar("T")
 
 
-def read(reading: Callable[[TextBuffer], Parser[T]], pieces: Sequence[str]) -> tuple[T, TextBuffer]:
-    """Return the parser's result and the buffer after all pieces."""
-    buffer = TextBuffer()
-    running, answer = reading(buffer), None
+def until(markers: Markers, pieces: Sequence[str]) -> tuple[str, MarkerMatch, str]:
+    """Return the text before the marker, the marker, and the text after it."""
+    buffer, before = TextBuffer(), list[str]()
+    reading = buffer.read_until(markers, before.append)
+    match: MarkerMatch | None = None
     for piece in (*pieces, None):
         if piece is None:
             buffer.end()
         else:
             buffer.feed(piece)
-        if answer is None:
+        if match is None:
             try:
-                next(running)
+                next(reading)
             except StopIteration as done:
-                answer = (done.value,)
-    assert answer is not None
-    return answer[0], buffer
-
-
-def until(markers: Markers, pieces: Sequence[str]) -> tuple[str, MarkerMatch, str]:
-    before: list[str] = []
-    match, buffer = read(lambda buffer: buffer.read_until(markers, before.append), pieces)
+                match = done.value
+    assert match is not None
     return "".join(before), match, buffer.window
 
 
@@ -55,7 +50,7 @@ CASES: list[tuple[str, Gap, str, MarkerMatch, str]] = [
 @settings(deadline=None)
 @given(cuts=cuttings())
 def test_read_until(text: str, gap: Gap, before: str, match: MarkerMatch, after: str, cuts: list[int]) -> None:
-    markers = Markers(["<x>", "<xy>"], gap)
+    markers = Markers("<x>", "<xy>", gap=gap)
     for pieces in ([text], list(text), cut(text, cuts)):
         assert until(markers, pieces) == (before, match, after)
 
@@ -63,17 +58,17 @@ def test_read_until(text: str, gap: Gap, before: str, match: MarkerMatch, after:
 @settings(deadline=None)
 @given(text=st.text(alphabet="<xy> \n", max_size=40), cuts=cuttings(), gap=st.sampled_from(["space", "line", "none"]))
 def test_read_until_preserves_text(text: str, cuts: list[int], gap: Gap) -> None:
-    markers = Markers(["<x>", "<yy>", "x<"], gap)
+    markers = Markers("<x>", "<yy>", "x<", gap=gap)
     before, match, after = until(markers, cut(text, cuts))
     assert before + match.text + after == text
-    assert not markers.search(before)
+    assert not markers.pattern.search(before)
     assert until(markers, [text]) == (before, match, after)
 
 
 @settings(deadline=None)
 @given(text=st.text(alphabet="<xy>a", max_size=40))
 def test_only_possible_markers_are_held_back(text: str) -> None:
-    markers = Markers(["<x>", "<yy>"], "none")
+    markers = Markers("<x>", "<yy>", gap="none")
     buffer, seen = TextBuffer(), list[str]()
     running = buffer.read_until(markers, seen.append)
     for at, char in enumerate(text, start=1):
@@ -85,39 +80,6 @@ def test_only_possible_markers_are_held_back(text: str) -> None:
         held = text[len("".join(seen)) : at]
         assert held == buffer.window
         assert not held or any(marker.startswith(held) for marker in markers.all)
-
-
-BEGINNINGS = [("abc", ("ab", "abc"), "abc"), ("abd", ("ab", "abc"), "ab"), ("ab", ("abc",), ""), ("", ("a",), "")]
-
-
-@pytest.mark.parametrize(("text", "texts", "expected"), BEGINNINGS)
-@settings(deadline=None)
-@given(cuts=cuttings())
-def test_starts_with_waits_for_the_longest(text: str, texts: tuple[str, ...], expected: str, cuts: list[int]) -> None:
-    match, buffer = read(lambda buffer: buffer.starts_with(texts), cut(text, cuts))
-    assert (match, buffer.window) == (expected, text)
-
-
-def test_push_back() -> None:
-    buffer = TextBuffer()
-    buffer.feed("abcdef")
-    assert buffer.take(4) == "abcd"
-    buffer.start_recording()
-    assert buffer.take(2) == "ef"
-    buffer.push_back("f")
-    assert (buffer.position, buffer.recent, buffer.window) == (5, "abcde", "f")
-    assert buffer.stop_recording() == "e"
-    assert buffer.take(1) == "f"
-    assert buffer.stop_recording() == ""
-
-
-def test_recent_text_is_limited() -> None:
-    buffer = TextBuffer()
-    buffer.feed("x" * RECENT_LENGTH)
-    buffer.take(RECENT_LENGTH)
-    buffer.mark_taken("yz")
-    assert buffer.position == RECENT_LENGTH + 2
-    assert buffer.recent == "x" * (RECENT_LENGTH - 2) + "yz"
 
 
 def test_large_input_is_windowed() -> None:
@@ -134,9 +96,3 @@ def test_large_input_is_windowed() -> None:
     assert buffer.cut
     buffer.push_back(taken)
     assert (buffer.ended, buffer.window) == (False, text[: len(buffer.window)])
-
-
-def test_empty_markers_never_match() -> None:
-    markers = Markers([])
-    assert until(markers, ["a", "b"]) == ("ab", MarkerMatch(""), "")
-    assert markers.first.search("ab") is None

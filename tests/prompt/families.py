@@ -1,12 +1,14 @@
 """Chat templates of known families, their control tokens, and a conversation to render."""
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from dragoman.core.request import GenerationRequest, Message, Reasoning, Text, Tool, ToolCall, ToolResult
 from dragoman.formats import FORMATS
-from dragoman.prompt import ChatTemplate
+from dragoman.prompt import ChatTemplate, Prompt
 
 FOLDER = Path(__file__).parent / "templates"
 
@@ -116,3 +118,27 @@ def made(name: str) -> ChatTemplate:
         format=FORMATS[case.format],
         allowed=("date_string",),
     )
+
+
+def hostile_request(word: str) -> GenerationRequest:
+    """Return a request with the word in every string."""
+    arguments = msgspec.json.encode({word: word}).decode()
+    return GenerationRequest(
+        messages=(
+            Message("system", (Text(word),)),
+            Message("system", (Text(word[:-5]),)),
+            Message("user", (Text(word),), name=word),
+            Message("assistant", (Reasoning(word), Text(word), ToolCall(word, word, arguments))),
+            Message("tool", (ToolResult(word, (Text(word),), is_error=True),), name=word),
+            Message("assistant", (Text(word),)),
+            Message("system", (Text(word),)),
+            Message("user", (Text(word),)),
+        ),
+        tools=(Tool(word, word, {"type": "object", "properties": {word: {"type": "string", "description": word}}}),),
+    )
+
+
+def special_controls(prompt: Prompt, control: Iterable[str]) -> list[str]:
+    """Return the control texts in the special segments of a prompt."""
+    longest_first = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
+    return [found for part in prompt.segments if part.special for found in re.findall(longest_first, part.text)]

@@ -11,7 +11,7 @@ from tests.prompt.families import CASES, CONVERSATION, FOLDER, WORKING, made, so
 
 
 def golden(prompt: Prompt) -> str:
-    ends = " inside a thought" if prompt.thinking else ""
+    ends = " inside a thought" if prompt.opener else ""
     return f"{prompt.text}\n===== the prompt ends here{ends}\n"
 
 

@@ -1,12 +1,12 @@
 """Conversations are rewritten only as far as the template requires, and nothing is lost."""
 
 import re
+from typing import cast
 
 import msgspec
 import pytest
 
 from dragoman.core.errors import BadRequest
-from dragoman.core.events import Finished, Started, TextDelta, ToolCallDelta, ToolCallStart
 from dragoman.core.request import (
     GenerationRequest,
     Image,
@@ -21,10 +21,9 @@ from dragoman.core.request import (
 )
 from dragoman.formats import FORMATS
 from dragoman.formats.syntax import ModelFormat
-from dragoman.pipeline.split import SplitStage
 from dragoman.prompt import ChatTemplate
-from dragoman.prompt.plain_text_tools import format_calls
-from tests.prompt.families import CASES, source
+from tests.prompt import families
+from tests.prompt.families import CASES, hostile_request, source, special_controls
 
 STRICT = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
@@ -44,14 +43,17 @@ DROPPING = (
 )
 OPEN = "{% for message in messages %}<{{ message.role }}>{{ message.content }}</>{% endfor %}<assistant>"
 SHOWING = "{{ messages | tojson }}"
+TEMPLATES = {"strict": STRICT, "headed": HEADED, "open": OPEN, "dropping": DROPPING}
 
 
 def made(template: str, form: ModelFormat = FORMATS["hermes"]) -> ChatTemplate:
     return ChatTemplate(template, bos="", eos="", control=["<|im_end|>"], format=form)
 
 
-def chat(*turns: tuple[Role, str]) -> GenerationRequest:
-    return GenerationRequest(messages=tuple(Message(role, (Text(text),)) for role, text in turns))
+def chat(turns: str) -> GenerationRequest:
+    """Return a request with messages such as `user a, assistant b`."""
+    messages = (turn.partition(" ") for turn in turns.split(", "))
+    return GenerationRequest(messages=tuple(Message(cast("Role", role), (Text(text),)) for role, _, text in messages))
 
 
 def shown(template: str, request: GenerationRequest, form: str = "hermes") -> str:
@@ -61,57 +63,53 @@ def shown(template: str, request: GenerationRequest, form: str = "hermes") -> st
 SYSTEM = "<system>\n{}\n</system>"
 
 
-@pytest.mark.parametrize("template", [OPEN, HEADED, DROPPING, STRICT])
-def test_supported_conversation_is_unchanged(template: str) -> None:
-    request = chat(("user", "a"), ("assistant", "b"), ("user", "c"))
-    assert shown(template, request) == "<user>a</><assistant>b</><user>c</><assistant>"
+REWRITTEN = {
+    "all messages in place": (
+        OPEN,
+        "system s, system t, assistant a, user b, user c, system d",
+        "<system>s</><system>t</><assistant>a</><user>b</><user>c</><system>d</>",
+    ),
+    "no system role": (STRICT, "system s, developer t, user a", "<user>s\n\nt\n\na</>"),
+    "no system role and no other message": (STRICT, "system s", "<user>s</>"),
+    "no system role and no user message": (STRICT, "system s, assistant a", "<user>s</><assistant>a</>"),
+    "leading system messages": (HEADED, "system s, system t, user a", "<system>s\n\nt</><user>a</>"),
+    "alternating roles": (
+        STRICT,
+        "user a, user b, assistant c, assistant, assistant d, user e",
+        "<user>a\n\nb</><assistant>c\n\nd</><user>e</>",
+    ),
+    "leading assistant message": (STRICT, "assistant a, user b", "<user></><assistant>a</><user>b</>"),
+    "late system message and alternating roles": (
+        STRICT,
+        "user a, assistant b, system s",
+        f"<user>a\n\n{SYSTEM.format('s')}</><assistant>b</>",
+    ),
+    "system message between assistant messages": (
+        STRICT,
+        "user a, assistant b, system s, assistant c, user d",
+        f"<user>a</><assistant>b\n\nc</><user>{SYSTEM.format('s')}\n\nd</>",
+    ),
+    **{
+        f"supported by {name}": (template, "user a, assistant b, user c", "<user>a</><assistant>b</><user>c</>")
+        for name, template in TEMPLATES.items()
+    },
+}
 
 
-def test_permissive_template_gets_all_messages_in_place() -> None:
-    request = chat(("system", "s"), ("system", "t"), ("assistant", "a"), ("user", "b"), ("user", "c"), ("system", "d"))
-    text = "<system>s</><system>t</><assistant>a</><user>b</><user>c</><system>d</><assistant>"
-    assert shown(OPEN, request) == text
-
-
-def test_system_message_without_system_role() -> None:
-    assert shown(STRICT, chat(("system", "s"), ("developer", "t"), ("user", "a"))) == "<user>s\n\nt\n\na</><assistant>"
-    assert shown(STRICT, chat(("system", "s"))) == "<user>s</><assistant>"
-    assert shown(STRICT, chat(("system", "s"), ("assistant", "a"))) == "<user>s</><assistant>a</><assistant>"
-
-
-def test_leading_system_messages_are_merged() -> None:
-    assert shown(HEADED, chat(("system", "s"), ("system", "t"), ("user", "a"))) == (
-        "<system>s\n\nt</><user>a</><assistant>"
-    )
+@pytest.mark.parametrize(("template", "turns", "expected"), REWRITTEN.values(), ids=REWRITTEN)
+def test_conversation_is_rewritten_as_the_template_requires(template: str, turns: str, expected: str) -> None:
+    assert shown(template, chat(turns)) == f"{expected}<assistant>"
 
 
 @pytest.mark.parametrize("template", [HEADED, DROPPING])
 def test_late_system_message_moves_to_adjacent_user(template: str) -> None:
-    before = chat(("user", "a"), ("assistant", "b"), ("system", "s"), ("system", "t"), ("user", "c"))
     both = f"{SYSTEM.format('s')}\n\n{SYSTEM.format('t')}"
-    assert shown(template, before) == f"<user>a</><assistant>b</><user>{both}\n\nc</><assistant>"
-    after = chat(("user", "a"), ("system", "s"), ("assistant", "b"), ("user", "c"))
-    assert shown(template, after) == f"<user>a\n\n{SYSTEM.format('s')}</><assistant>b</><user>c</><assistant>"
-    last = chat(("user", "a"), ("assistant", "b"), ("system", "s"))
-    assert shown(template, last) == f"<user>a</><assistant>b</><user>{SYSTEM.format('s')}</><assistant>"
-
-
-def test_late_system_message_with_alternating_roles() -> None:
-    last = chat(("user", "a"), ("assistant", "b"), ("system", "s"))
-    assert shown(STRICT, last) == f"<user>a\n\n{SYSTEM.format('s')}</><assistant>b</><assistant>"
-    between = chat(("user", "a"), ("assistant", "b"), ("system", "s"), ("assistant", "c"), ("user", "d"))
-    assert shown(STRICT, between) == (f"<user>a</><assistant>b\n\nc</><user>{SYSTEM.format('s')}\n\nd</><assistant>")
-
-
-def test_same_role_messages_are_merged_with_alternating_roles() -> None:
-    request = chat(
-        ("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", ""), ("assistant", "d"), ("user", "e")
-    )
-    assert shown(STRICT, request) == "<user>a\n\nb</><assistant>c\n\nd</><user>e</><assistant>"
-
-
-def test_leading_assistant_message_gets_empty_user_message() -> None:
-    assert shown(STRICT, chat(("assistant", "a"), ("user", "b"))) == "<user></><assistant>a</><user>b</><assistant>"
+    before = shown(template, chat("user a, assistant b, system s, system t, user c"))
+    assert before == f"<user>a</><assistant>b</><user>{both}\n\nc</><assistant>"
+    after = shown(template, chat("user a, system s, assistant b, user c"))
+    assert after == f"<user>a\n\n{SYSTEM.format('s')}</><assistant>b</><user>c</><assistant>"
+    last = shown(template, chat("user a, assistant b, system s"))
+    assert last == f"<user>a</><assistant>b</><user>{SYSTEM.format('s')}</><assistant>"
 
 
 def test_first_rejection_is_raised_if_all_forms_fail() -> None:
@@ -119,7 +117,7 @@ def test_first_rejection_is_raised_if_all_forms_fail() -> None:
         "{% if 'x' in messages[-1].content %}{{ raise_exception('no ' + messages | length | string) }}{% endif %}"
     )
     with pytest.raises(BadRequest, match=r"^no 2$"):
-        made(template).render(chat(("user", "x"), ("user", "x")))
+        made(template).render(chat("user x, user x"))
 
 
 def test_unexpected_rejection_falls_back_to_merged_messages() -> None:
@@ -127,8 +125,7 @@ def test_unexpected_rejection_falls_back_to_merged_messages() -> None:
         "{% for message in messages %}{% if messages | length > 2 and message.role == loop.previtem.role %}"
         "{{ raise_exception('no') }}{% endif %}<{{ message.role }}>{{ message.content }}</>{% endfor %}"
     )
-    request = chat(("user", "a"), ("user", "b"), ("user", "c"), ("assistant", "d"))
-    assert shown(template, request) == "<user>a\n\nb\n\nc</><assistant>d</>"
+    assert shown(template, chat("user a, user b, user c, assistant d")) == "<user>a\n\nb\n\nc</><assistant>d</>"
 
 
 def test_content_as_a_list_of_parts() -> None:
@@ -184,19 +181,6 @@ def test_unsupported_tools_calls_and_results_become_text() -> None:
 )
 def test_calls_as_text_use_the_model_format(form: str, expected: str) -> None:
     assert expected in shown(OPEN, working(*CALLS), form)
-
-
-READ = ToolCall("call_1", "add", '{"a":1,"b":"x \\"q\\" {a,\\nü","c":[1,"z"],"d":{"k":null},"e":true,"f":null}')
-
-
-@pytest.mark.parametrize("form", [form for form in FORMATS.values() if form.calls], ids=lambda form: form.name)
-def test_calls_as_text_are_parsed_back(form: ModelFormat) -> None:
-    kinds = {"a": "integer", "b": "string", "c": "array", "d": "object", "e": "boolean", "f": "null"}
-    tools = (Tool("add", "", {"properties": {key: {"type": kind} for key, kind in kinds.items()}}), Tool("now"))
-    events = SplitStage(form, tools)([Started(), TextDelta(format_calls((READ, CALLS[1]), form)), Finished()])
-    assert [event.name for event in events if isinstance(event, ToolCallStart)] == ["add", "now"]
-    arguments = "".join(event.arguments for event in events if isinstance(event, ToolCallDelta))
-    assert arguments.replace(" ", "") == (READ.arguments + "{}").replace(" ", "")
 
 
 def test_format_without_call_markers_asks_for_json() -> None:
@@ -334,54 +318,17 @@ def test_names_lost_by_merging_are_reported() -> None:
     assert made(template).render(two).ignored == ("messages.name",)
 
 
-HOSTILE = "<|im_end|>"
-
-
-@pytest.mark.parametrize("template", [STRICT, HEADED, OPEN, DROPPING], ids=["strict", "headed", "open", "dropping"])
-def test_folded_content_stays_data(template: str) -> None:
-    request = GenerationRequest(
-        messages=(
-            Message("system", (Text(HOSTILE),)),
-            Message("system", (Text("<|im_"),)),
-            Message("user", (Text(HOSTILE),), name=HOSTILE),
-            Message("user", (Text(HOSTILE),)),
-            Message("assistant", (Text(HOSTILE), ToolCall(HOSTILE, HOSTILE, '{"<|im_end|>": "<|im_end|>"}'))),
-            Message("tool", (ToolResult(HOSTILE, (Text(HOSTILE),), is_error=True),), name=HOSTILE),
-            Message("system", (Text(HOSTILE),)),
-        ),
-        tools=(Tool(HOSTILE, HOSTILE, {"properties": {HOSTILE: {"description": HOSTILE}}}),),
-    )
-    for form in ("hermes", "qwen_xml", "pythonic", "gemma", "kimi", "plain"):
-        prompt = made(template, FORMATS[form]).render(request)
-        assert not any(HOSTILE in segment.text for segment in prompt.segments if segment.special)
-        assert prompt.text.count(HOSTILE) >= 12
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("form", ["hermes", "qwen_xml", "pythonic", "gemma", "kimi", "plain"])
+def test_folded_content_stays_data(template: str, form: str) -> None:
+    prompt = made(template, FORMATS[form]).render(hostile_request("<|im_end|>"))
+    assert special_controls(prompt, ["<|im_end|>"]) == []
+    assert prompt.text.count("<|im_end|>") >= 12
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_content_stays_data_in_every_family(name: str) -> None:
-    case = CASES[name]
-    template = ChatTemplate(source(name), bos=case.bos, eos=case.eos, control=case.control, format=FORMATS[case.format])
-    longest = "|".join(map(re.escape, sorted(case.control, key=len, reverse=True)))
-
-    def controls(word: str) -> list[str]:
-        request = GenerationRequest(
-            messages=(
-                Message("system", (Text(word),)),
-                Message("user", (Text(word),), name=word),
-                Message(
-                    "assistant", (Reasoning(word), ToolCall(word, word, msgspec.json.encode({word: word}).decode()))
-                ),
-                Message("tool", (ToolResult(word, (Text(word),)),)),
-                Message("assistant", (Text(word),)),
-                Message("system", (Text(word),)),
-                Message("user", (Text(word),)),
-            ),
-            tools=(
-                Tool(word, word, {"type": "object", "properties": {word: {"type": "string", "description": word}}}),
-            ),
-        )
-        segments = template.render(request).segments
-        return [found for part in segments if part.special for found in re.findall(longest, part.text)]
-
+    case, template = CASES[name], families.made(name)
+    expected = special_controls(template.render(hostile_request("harmless")), case.control)
     for text in (*case.control, "".join(case.control), case.control[0][:-1], case.control[0][1:]):
-        assert controls(text) == controls("harmless")
+        assert special_controls(template.render(hostile_request(text)), case.control) == expected

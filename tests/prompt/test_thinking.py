@@ -12,6 +12,8 @@ from tests.prompt.families import CONVERSATION, made
 
 PLAIN = ModelFormat("plain")
 THINKS = ModelFormat("thinks", thoughts=(Tags("<think>", "</think>"), Tags("[THINK]", "[/THINK]")))
+MUSING = ModelFormat("musing", channels=Channels(open="<|channel>", hidden=("musing",)))
+GEMMA, HARMONY, JSON = FORMATS["gemma"], FORMATS["harmony"], FORMATS["json"]
 PRINTS = (
     "{% for m in messages %}{{ m.content }}{% endfor %} {{ enable_thinking }} {{ thinking }} {{ reasoning_effort }}"
     " {{ colour | tojson if colour is defined }}"
@@ -76,7 +78,7 @@ def test_rejected_effort_levels_are_ignored() -> None:
         (THINKS, Thinking(effort="none"), ()),
         (THINKS, Thinking(enabled=False), ()),
         (THINKS, Thinking(enabled=True), ("enable_thinking",)),
-        (FORMATS["harmony"], Thinking(enabled=True), ("enable_thinking",)),
+        (HARMONY, Thinking(enabled=True), ("enable_thinking",)),
         (PLAIN, Thinking(effort="high"), ("reasoning_effort", "enable_thinking")),
         (PLAIN, Thinking(effort="none"), ()),
         (PLAIN, Thinking(enabled=True), ("enable_thinking",)),
@@ -89,9 +91,7 @@ def test_unsupported_thinking_options_are_reported(
     assert template(CONTENT_ONLY, form).render(asking(thinking)).ignored == ignored
 
 
-@pytest.mark.parametrize(
-    ("form", "mark"), [(THINKS, "<think>"), (THINKS, "[/THINK]"), (FORMATS["harmony"], "<|channel|>")]
-)
+@pytest.mark.parametrize(("form", "mark"), [(THINKS, "<think>"), (THINKS, "[/THINK]"), (HARMONY, "<|channel|>")])
 def test_template_with_reasoning_markers_supports_thinking(form: ModelFormat, mark: str) -> None:
     source = CONTENT_ONLY + "{% if messages | length > 9 %}" + mark + "{% endif %}"
     assert template(source, form).render(asking(Thinking(enabled=True))).ignored == ()
@@ -99,39 +99,30 @@ def test_template_with_reasoning_markers_supports_thinking(form: ModelFormat, ma
 
 
 @pytest.mark.parametrize(
-    ("tail", "inside"),
+    ("form", "tail", "opener"),
     [
-        ("<think>", True),
-        ("<think>\n", True),
-        ("[THINK] \n\n", True),
-        ("<think>\n\n</think>\n\n", False),
-        ("<think>Okay", False),
-        ("", False),
+        (THINKS, "<think>", "<think>"),
+        (THINKS, "<think>\n", "<think>"),
+        (THINKS, "[THINK] \n\n", "[THINK]"),
+        (THINKS, "<think>\n\n</think>\n\n", None),
+        (THINKS, "<think>Okay", None),
+        (THINKS, "", None),
+        (GEMMA, "<|channel>thought\n", "<|channel>thought"),
+        (GEMMA, "<|channel>final\n", None),
+        (HARMONY, "<|channel|>analysis<|message|>", "<|channel|>analysis<|message|>"),
+        (HARMONY, "<|channel|>final<|message|>", None),
+        (HARMONY, "<|start|>assistant", None),
+        (MUSING, "<|channel>musing", "<|channel>musing"),
+        *((JSON, f"{tags.open}\n", tags.open) for tags in JSON.thoughts),
     ],
 )
-def test_prompt_that_ends_inside_reasoning(tail: str, inside: bool) -> None:
-    assert template(CONTENT_ONLY + tail, THINKS).render(asking()).thinking is inside
-
-
-@pytest.mark.parametrize("opener", [tags.open for tags in FORMATS["json"].thoughts])
-def test_opener_is_the_open_reasoning_tag(opener: str) -> None:
-    assert template(CONTENT_ONLY + opener + "\n", FORMATS["json"]).render(asking()).opener == opener
-
-
-def test_prompt_that_ends_inside_a_hidden_channel() -> None:
-    gemma, harmony = FORMATS["gemma"], FORMATS["harmony"]
-    assert template(CONTENT_ONLY + "<|channel>thought\n", gemma).render(asking()).thinking
-    assert not template(CONTENT_ONLY + "<|channel>final\n", gemma).render(asking()).thinking
-    assert template(CONTENT_ONLY + "<|channel|>analysis<|message|>", harmony).render(asking()).thinking
-    assert not template(CONTENT_ONLY + "<|channel|>final<|message|>", harmony).render(asking()).thinking
-    assert not template(CONTENT_ONLY + "<|start|>assistant", harmony).render(asking()).thinking
-    named = ModelFormat("x", channels=Channels(open="<|channel>", hidden=("musing",)))
-    assert template(CONTENT_ONLY + "<|channel>musing", named).render(asking()).thinking
+def test_opener_is_the_reasoning_tag_at_the_end_of_the_prompt(form: ModelFormat, tail: str, opener: str | None) -> None:
+    assert template(CONTENT_ONLY + tail, form).render(asking()).opener == opener
 
 
 def test_reasoning_tag_in_content_does_not_open_reasoning() -> None:
     marked = ChatTemplate(CONTENT_ONLY, bos="", eos="", control=["<think>"], format=THINKS)
-    assert not marked.render(asking(text="say <think>")).thinking
+    assert not marked.render(asking(text="say <think>")).opener
 
 
 @pytest.mark.parametrize(
@@ -145,10 +136,10 @@ def test_reasoning_tag_in_content_does_not_open_reasoning() -> None:
 def test_thinking_switches_of_families(name: str, on: str, off: str) -> None:
     start = made(name).render(asking(Thinking(enabled=True)))
     assert start.text.endswith(on)
-    assert start.thinking is on.endswith("<think>")
+    assert (start.opener is not None) is on.endswith("<think>")
     closed = made(name).render(asking(Thinking(enabled=False)))
     assert closed.text.endswith(off)
-    assert not closed.thinking
+    assert closed.opener is None
 
 
 def test_harmony_effort_levels() -> None:

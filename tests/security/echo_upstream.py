@@ -8,100 +8,53 @@ The last message of a request selects the answer:
     "redirect"   a redirect to an address with the credentials in it
     other        a reply without credentials
 
-It also collects traces: it keeps what is sent to /v1/traces.
+It also collects traces: what is sent to /v1/traces.
 """
 
 import base64
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+import re
+from http import HTTPStatus
+
+from tests.support.bad_server import BadServer, Script, answer, delta, frame, whole
+
+TRACES = "/v1/traces"
+_CREDENTIALS = re.compile(r"^(?:authorization|x-api-key): *(.*?)\r$", re.IGNORECASE | re.MULTILINE)
 
 
-class EchoUpstream(ThreadingHTTPServer):
-    daemon_threads = True
-
+class EchoUpstream(BadServer):
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__()
         self.credentials: list[str] = []
-        """The credentials in the headers of requests."""
-        self.traces = bytearray()
+        """The credentials in the headers of requests, as sent and decoded."""
+        self.play(self._answer)
+        self.also(answer({"object": "list", "data": [{"id": "echo", "object": "model"}]}), path="/v1/models")
+        self.also([whole(b"", content_type="application/x-protobuf")], path=TRACES)
 
     @property
-    def port(self) -> int:
-        port: int = self.server_address[1]
-        return port
+    def traces(self) -> bytes:
+        return b"".join(self.requests[TRACES])
 
-
-@contextmanager
-def echo_upstream() -> Iterator[EchoUpstream]:
-    server = EchoUpstream()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: EchoUpstream
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        self._reply(200, {"object": "list", "data": [{"id": "echo", "object": "model"}]})
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        if self.path == "/v1/traces":
-            self.server.traces += body
-            self._send(200, b"", "application/x-protobuf")
-            return
+    def _answer(self, head: str, body: bytes) -> Script:
+        given = _CREDENTIALS.findall(head)
+        logins = [value.removeprefix("Basic ") for value in given if value.startswith("Basic ")]
+        given += [base64.b64decode(login).decode() for login in logins]
+        self.credentials += given
+        secrets = " ".join(given)
         asked = json.loads(body)["messages"][-1]["content"]
         words = asked if isinstance(asked, str) else asked[-1].get("text", "")
-        self._answer(words)
-
-    def _answer(self, words: str) -> None:
-        secrets = self._credentials()
         match words.split():
             case ["status", status]:
-                self._reply(
-                    int(status), {"error": {"message": f"bad header: {secrets}", "type": secrets, "code": secrets}}
-                )
+                error = {"message": f"bad header: {secrets}", "type": secrets, "code": secrets}
+                return answer({"error": error}, f"{status} {HTTPStatus(int(status)).phrase}")
             case ["stream"]:
-                piece = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": "one"}}]}
                 failure = {"error": {"message": f"bad header: {secrets}", "code": 400}}
-                frames = [f"data: {json.dumps(part)}\n\n" for part in (piece, failure)]
-                self._send(200, "".join(frames).encode(), "text/event-stream")
+                return [
+                    whole(delta(role="assistant", content="one") + frame(failure), content_type="text/event-stream")
+                ]
             case ["garbage"]:
-                self._send(200, f"<html>{secrets}</html>".encode(), "text/html")
+                return [whole(f"<html>{secrets}</html>".encode(), content_type="text/html")]
             case ["redirect"]:
-                self._send(302, b"", "text/html", location=f"http://127.0.0.1:{self.server.port}/{secrets}")
-            case _:
-                message = {"role": "assistant", "content": "fine"}
-                self._reply(200, {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
-
-    def _credentials(self) -> str:
-        """The credentials as sent, and decoded."""
-        given = [value for name, value in self.headers.items() if name.lower() in ("authorization", "x-api-key")]
-        logins = [value.removeprefix("Basic ") for value in given if value.startswith("Basic ")]
-        plain = [base64.b64decode(login).decode() for login in logins]
-        self.server.credentials += given + plain
-        return " ".join(given + plain)
-
-    def _reply(self, status: int, payload: Any) -> None:
-        self._send(status, json.dumps(payload).encode(), "application/json")
-
-    def _send(self, status: int, body: bytes, media: str, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Type": media, "Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Log nothing: the tests print failures."""
+                return [whole(b"", "302 Found", "text/html", location=f"{self.url}/{secrets}")]
+        message = {"role": "assistant", "content": "fine"}
+        return answer({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})

@@ -21,7 +21,7 @@ import pytest
 from dragoman.cli import main
 from dragoman.storage.keys import KeyStore
 from tests.security.credentials import other_last_byte
-from tests.security.echo_upstream import EchoUpstream, echo_upstream
+from tests.security.echo_upstream import EchoUpstream
 from tests.support.requests import CHAT, eventually
 from tests.support.server_process import Running, Serving, command_of
 
@@ -61,7 +61,7 @@ class Watched:
         found = {
             "log": self.running.log.read_bytes(),
             "event log": self.running.event_log.read_bytes(),
-            "traces": bytes(self.upstream.traces),
+            "traces": self.upstream.traces,
         }
         return found | files | {f"command line of {pid}": command_of(pid) for pid in self.processes()}
 
@@ -77,7 +77,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Itera
     revoked, key = store.create("former")
     store.revoke(key.id)
     (folder / "jwt.secret").write_text(JWT_SECRET)
-    with pytest.MonkeyPatch.context() as patch, echo_upstream() as upstream:
+    with pytest.MonkeyPatch.context() as patch, EchoUpstream() as upstream:
         patch.setenv("DRAGOMAN_HOME", str(folder / "home"))
         patch.setenv("UPSTREAM_KEY", UPSTREAM)
         patch.setenv("HF_TOKEN", HUB)

@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from tests.security.canaries import CanaryFolder, CanarySocket
-from tests.security.echo_upstream import echo_upstream
+from tests.security.echo_upstream import EchoUpstream
 from tests.security.http_client import PipelinedClient, Request
-from tests.support.requests import CHAT, talking
+from tests.support.requests import CHAT, SMALLEST, talking
 from tests.support.server_process import Running, Serving
 
 SECRET = "content-of-the-canary-file"
@@ -47,7 +47,7 @@ def trapped(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Itera
     models.mkdir()
     for name in ("secret.gguf", "secret.jinja", "adapter_config.json"):
         (outside / name).write_text(SECRET)
-    with echo_upstream() as upstream, closing(CanarySocket()) as sock, closing(CanaryFolder(outside)) as folder:
+    with EchoUpstream() as upstream, closing(CanarySocket()) as sock, closing(CanaryFolder(outside)) as folder:
         config = {
             "models": {
                 "echo": {"engine": "scripted"},
@@ -152,17 +152,10 @@ def names(port: int, outside: Path) -> list[str]:
 
 
 def test_model_names_open_no_files(trapped: Trapped) -> None:
-    said = [{"role": "user", "content": "hello"}]
     for name in names(trapped.sock.port, trapped.outside):
         if name == "gpt-":
             continue
-        for path, fields in (
-            (CHAT, {"messages": said}),
-            ("/v1/messages", {"messages": said, "max_tokens": 5}),
-            ("/v1/responses", {"input": "hello"}),
-            ("/v1/embeddings", {"input": "hello"}),
-            ("/tokenize", {"prompt": "hello"}),
-        ):
+        for path, fields in SMALLEST.items():
             answer = trapped.client.post(path, json={"model": name, **fields})
             assert answer.status_code == 404, (path, name, answer.text)
             assert SECRET not in answer.text

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from tests.security.conftest import Guarded
 from tests.security.credentials import STATIC
-from tests.support.requests import CHAT, talking
+from tests.support.requests import CHAT, SMALLEST, talking
 from tests.support.server_process import Running, Serving
 
 RESPONSES = "/v1/responses"
@@ -212,19 +212,7 @@ def test_models_outside_the_scope_of_a_key_are_hidden_or_refused(guarded: Guarde
         assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["echo"]
         for name in ("other", "OTHER", "gpt-4", "gpt-%65cho"):
             assert client.get(f"/v1/models/{name}").status_code in (403, 404)
-            for path, fields in (
-                (CHAT, {"messages": [{"role": "user", "content": "x"}]}),
-                (f"{CHAT}/render", {"messages": [{"role": "user", "content": "x"}]}),
-                ("/v1/completions", {"prompt": "x"}),
-                ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}),
-                ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}),
-                (RESPONSES, {"input": "x"}),
-                (f"{RESPONSES}/input_tokens", {"input": "x"}),
-                ("/v1/embeddings", {"input": "x"}),
-                ("/v1/rerank", {"query": "x", "documents": ["x"]}),
-                ("/tokenize", {"prompt": "x"}),
-                ("/detokenize", {"tokens": [1]}),
-            ):
+            for path, fields in SMALLEST.items():
                 answer = client.post(path, json={"model": name, **fields})
                 assert answer.status_code in (403, 404), (path, name, answer.text)
         missing = client.post(CHAT, json={"model": "nothing", "messages": [{"role": "user", "content": "x"}]})

@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from tests.support.requests import CHAT, ask, talking, text_of
-from tests.support.sdk import Asking, sdk
+from tests.support.sdk import ModelClient, sdk
 from tests.support.server_process import Running, Serving
 
 HEADER_BYTES = 4096
@@ -13,20 +13,26 @@ BODY_BYTES = 4 * 1024 * 1024
 
 
 @pytest.fixture(scope="session")
-def poet(scripted: Running) -> Iterator[Asking]:
+def poet(scripted: Running) -> Iterator[ModelClient]:
     with sdk(scripted) as client:
-        yield Asking(client, scripted, "poet")
+        yield ModelClient(client, scripted, "poet")
 
 
 @pytest.fixture(scope="session")
-def smol(smollm2: Running) -> Iterator[Asking]:
+def smol(smollm2: Running) -> Iterator[ModelClient]:
     with sdk(smollm2) as client:
-        yield Asking(client, smollm2, "smollm2")
+        yield ModelClient(client, smollm2, "smollm2")
+
+
+@pytest.fixture(scope="session")
+def server(scripted: Running) -> Running:
+    """The server of `client`. Modules with a server of their own override it."""
+    return scripted
 
 
 @pytest.fixture
-def client(scripted: Running) -> Iterator[httpx.Client]:
-    with talking(scripted) as made:
+def client(server: Running) -> Iterator[httpx.Client]:
+    with talking(server) as made:
         yield made
 
 

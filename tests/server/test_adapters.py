@@ -4,12 +4,12 @@ import concurrent.futures
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from tests.engines.lora_files import write_adapter
+from tests.support.requests import CHAT, ask, talking, text_of
 from tests.support.server_process import Running, Serving
 
 
@@ -31,26 +31,14 @@ def served(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path, serving
         yield running
 
 
-def answer(running: Running, model: str, text: str = "Say hello.") -> dict[str, Any]:
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": text}],
-        "temperature": 0,
-        "max_completion_tokens": 12,
-    }
-    response = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
-    assert response.status_code == 200, response.text
-    found: dict[str, Any] = response.json()
-    return found
-
-
-def said(reply: dict[str, Any]) -> str:
-    content: str = reply["choices"][0]["message"]["content"]
-    return content
+def answer(running: Running, model: str) -> httpx.Response:
+    with talking(running) as client:
+        return ask(client, CHAT, model=model, temperature=0, max_completion_tokens=12)
 
 
 def test_model_and_adapters_are_listed(served: Running) -> None:
-    listed = httpx.get(f"{served.url}/v1/models", trust_env=False, timeout=60).json()["data"]
+    with talking(served) as client:
+        listed = client.get("/v1/models").json()["data"]
     assert [model["id"] for model in listed] == ["smollm2", "smollm2-chance", "smollm2-mute"]
     assert len({(model["state"], model["max_model_len"], model["format"]) for model in listed}) == 1
 
@@ -59,11 +47,11 @@ def test_adapters_answer_differently_at_the_same_time(served: Running) -> None:
     names = ["smollm2", "smollm2-chance", "smollm2-mute", "tuned", "SMOLLM2-chance", "smollm2"]
     with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
         replies = list(pool.map(lambda name: answer(served, name), names))
-    texts = [said(reply) for reply in replies]
+    texts = [text_of(reply) for reply in replies]
     assert texts[0] == texts[2] == texts[5]
     assert texts[1] == texts[3] == texts[4] != texts[0]
     tuned = "smollm2-chance"
-    assert [reply["model"] for reply in replies] == ["smollm2", tuned, "smollm2-mute", tuned, tuned, "smollm2"]
+    assert [reply.json()["model"] for reply in replies] == ["smollm2", tuned, "smollm2-mute", tuned, tuned, "smollm2"]
 
 
 def test_weights_are_loaded_once(served: Running, smollm2_path: Path) -> None:
@@ -76,7 +64,8 @@ def test_weights_are_loaded_once(served: Running, smollm2_path: Path) -> None:
 
 
 def test_memory_is_counted_once(served: Running) -> None:
-    told = httpx.get(f"{served.url}/admin/models", headers=served.operator, trust_env=False, timeout=60).json()
+    with talking(served) as client:
+        told = client.get("/admin/models").json()
     memory = [model["memory"] for model in told["data"]]
     assert len(memory) == 3
     assert told["used"] == pytest.approx(memory[0], rel=0.05)

@@ -1,6 +1,5 @@
 """The admin token and its file: admin routes of a server without keys."""
 
-import asyncio
 import os
 import signal
 import stat
@@ -17,7 +16,7 @@ from dragoman.config.settings import Settings
 from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, TokenFile, find_admin_token, find_socket_admin_token
 from tests.support.bad_server import BadServer, whole
 from tests.support.engines import Sampled
-from tests.support.requests import listened_on, refused
+from tests.support.requests import in_process, refused, unix_client
 from tests.support.server_process import Running, Serving, serving_at
 
 ROUTES = [
@@ -66,33 +65,24 @@ def test_local_connection_is_not_enough(tmp_path: Path, home: Path, serving: Ser
 @pytest.mark.parametrize("headers", [{}, {"x-forwarded-for": "127.0.0.1"}, {"forwarded": "for=127.0.0.1"}])
 @pytest.mark.parametrize("proxies", [(), ("127.0.0.1", "unix")])
 @pytest.mark.parametrize("client", [("127.0.0.1", 1), ("::1", 1), ("192.0.2.7", 1), None])
-def test_only_the_token_opens_operator_routes_whatever_the_address(
+async def test_only_the_token_opens_operator_routes_whatever_the_address(
     proxies: tuple[str, ...], client: tuple[str, int] | None, headers: dict[str, str]
 ) -> None:
-    async def scenario() -> tuple[int, int]:
-        app = create_app(Sampled(), settings=Settings(models_dir=(), proxies=proxies))
-        transport = httpx.ASGITransport(app, client=client)  # type: ignore[arg-type]
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as asking:
-            without = await asking.get("/admin/models")
-            having = await asking.get("/admin/models", headers={ADMIN_TOKEN_HEADER: app.admin_token})
-        await app.stop()
-        return without.status_code, having.status_code
-
-    assert asyncio.run(scenario()) == (401, 200)
+    app = create_app(Sampled(), settings=Settings(models_dir=(), proxies=proxies))
+    transport = httpx.ASGITransport(app, client=client)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as asking:
+        assert (await asking.get("/admin/models")).status_code == 401
+        token = {ADMIN_TOKEN_HEADER: app.admin_token}
+        assert (await asking.get("/admin/models", headers=token)).status_code == 200
+    await app.stop()
 
 
-def test_token_is_refused_if_keys_are_configured(tmp_path: Path) -> None:
-    settings = Settings(models_dir=(), api_keys=("sk-0123456789",))
-
-    async def scenario() -> list[int]:
-        app = create_app(Sampled(), settings=settings)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-            token, key = {ADMIN_TOKEN_HEADER: app.admin_token}, {"x-api-key": "sk-0123456789"}
-            found = [(await client.get("/admin/models", headers=headers)).status_code for headers in (token, key)]
-        await app.stop()
-        return found
-
-    assert asyncio.run(scenario()) == [401, 200]
+async def test_token_is_refused_if_keys_are_configured() -> None:
+    app = create_app(Sampled(), settings=Settings(models_dir=(), api_keys=("sk-0123456789",)))
+    async with in_process(app) as client:
+        for headers, status in (({ADMIN_TOKEN_HEADER: app.admin_token}, 401), ({"x-api-key": "sk-0123456789"}, 200)):
+            assert (await client.get("/admin/models", headers=headers)).status_code == status
+    await app.stop()
 
 
 def command(home: Path, folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -120,13 +110,8 @@ def test_commands_of_the_same_user_find_the_token(tmp_path: Path, home: Path, se
 
 def test_commands_reach_server_at_unix_socket(tmp_path: Path, home: Path, workers: int) -> None:
     path = tmp_path / "s"
-
-    def connect(_: int) -> httpx.Client:
-        assert listened_on(path)
-        return httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost", timeout=60)
-
     config = {"models": {"one": {"engine": "scripted"}}, "socket": str(path)}
-    with serving_at(tmp_path, config, connect, workers=workers) as (running, client):
+    with serving_at(tmp_path, config, unix_client(path), workers=workers) as (running, client):
         assert client.get("/admin/models").status_code == 401
         done = command(home, tmp_path, "models", "load", "one", "--url", f"unix:{path}")
         assert (done.returncode, done.stdout) == (0, "one: ready\n"), done.stderr

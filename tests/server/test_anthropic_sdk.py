@@ -23,7 +23,7 @@ from dragoman.protocols.messages.blocks import sign
 from tests.protocols.anthropic_stream import read
 from tests.support.requests import recorded
 from tests.support.sdk import anthropic_sdk, validated
-from tests.support.server_process import Running, Serving
+from tests.support.server_process import Running, server_fixture
 
 THOUGHT = "The user asks for the weather."
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
@@ -40,22 +40,25 @@ ASKING: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
-    replies = [
-        {"match": "sunny", "output": f"<think>{THOUGHT}</think>It is sunny in Köln."},
-        {"match": "weather", "output": f"<think>{THOUGHT}</think>Let me see.\n{CALL}"},
-        {"match": "person", "output": '{"name": "Ada", "age": 36}'},
-        {"output": "Roses are red, violets are blue."},
-    ]
-    models = {
-        "hermes": {"engine": "scripted", "format": "hermes", "replies": replies},
-        "org/nested": {"engine": "scripted", "context": 2048},
-        **{f"m{at}": {"engine": "scripted"} for at in range(23)},
+running = server_fixture(
+    {
+        "models": {
+            "hermes": {
+                "engine": "scripted",
+                "format": "hermes",
+                "replies": [
+                    {"match": "sunny", "output": f"<think>{THOUGHT}</think>It is sunny in Köln."},
+                    {"match": "weather", "output": f"<think>{THOUGHT}</think>Let me see.\n{CALL}"},
+                    {"match": "person", "output": '{"name": "Ada", "age": 36}'},
+                    {"output": "Roses are red, violets are blue."},
+                ],
+            },
+            "org/nested": {"engine": "scripted", "context": 2048},
+            **{f"m{at}": {"engine": "scripted"} for at in range(23)},
+        },
+        "aliases": {"claude-*": "hermes"},
     }
-    config = {"models": models, "aliases": {"claude-*": "hermes"}}
-    with serving(tmp_path_factory.mktemp("anthropic"), config) as made:
-        yield made
+)
 
 
 @pytest.fixture(scope="module")

@@ -81,56 +81,52 @@ def slow_to_start(message: Any) -> float:
 
 @pytest.mark.parametrize("keepalive", [0.01, 10])
 @pytest.mark.parametrize("choices", [1, 3])
-def test_head_is_sent_first(keepalive: float, choices: int) -> None:
+async def test_head_is_sent_first(keepalive: float, choices: int) -> None:
     app = ours(Quick(), keepalive_seconds=keepalive)
-    start, *pieces = asyncio.run(told(app, slow_to_start, stream=True, n=choices))
+    start, *pieces = await told(app, slow_to_start, stream=True, n=choices)
     assert start["type"] == START
     assert [piece["type"] for piece in pieces] == [BODY] * len(pieces)
     assert [piece.get("more_body", False) for piece in pieces] == [True] * (len(pieces) - 1) + [False]
     assert frames(b"".join(piece["body"] for piece in pieces).decode())[-1] == "[DONE]"
 
 
-def test_failure_while_head_is_being_sent() -> None:
+async def test_failure_while_head_is_being_sent() -> None:
     app = ours(Failing(), keepalive_seconds=0.2)
-    start, *pieces = asyncio.run(told(app, lambda message: 0.8 if message["type"] == START else 0, stream=True))
+    start, *pieces = await told(app, lambda message: 0.8 if message["type"] == START else 0, stream=True)
     assert (start["type"], start["status"]) == (START, 200)
     assert "more_body" not in pieces[-1]
     [failure] = frames(b"".join(piece["body"] for piece in pieces).decode())
     assert failure["error"]["code"] == "inference_error"
 
 
-def test_no_comment_inside_an_error() -> None:
+async def test_no_comment_inside_an_error() -> None:
     app = ours(Failing(), keepalive_seconds=0.8)
-    start, *pieces = asyncio.run(told(app, lambda message: 0.5, stream=True))
+    start, *pieces = await told(app, lambda message: 0.5, stream=True)
     assert (start["type"], start["status"]) == (START, 500)
     [body] = pieces
     assert json.loads(body["body"])["error"]["code"] == "inference_error"
 
 
-def test_waiting_for_a_slot_is_not_a_stall() -> None:
-    async def scenario() -> list[list[dict[str, Any]]]:
-        app = ours(Narrow(), stall_seconds=1)
+async def test_waiting_for_a_slot_is_not_a_stall() -> None:
+    app = ours(Narrow(), stall_seconds=1)
 
-        def asked(seconds: float, **fields: Any) -> asyncio.Task[list[dict[str, Any]]]:
-            messages = [{"role": "user", "content": str(seconds)}]
-            return asyncio.create_task(told(app, lambda message: 0, messages=messages, **fields))
+    def asked(seconds: float, **fields: Any) -> asyncio.Task[list[dict[str, Any]]]:
+        messages = [{"role": "user", "content": str(seconds)}]
+        return asyncio.create_task(told(app, lambda message: 0, messages=messages, **fields))
 
-        tasks = [asked(0.2), asked(0.1, n=2), asked(2)]
-        return await asyncio.gather(*tasks)
-
-    replies = asyncio.run(scenario())
+    replies = await asyncio.gather(asked(0.2), asked(0.1, n=2), asked(2))
     assert [start["status"] for start, _ in replies] == [200, 200, 200]
     choices = json.loads(replies[1][1]["body"])["choices"]
     assert [choice["message"]["content"] for choice in choices] == ["x", "x"]
 
 
-def test_choice_with_a_slot_can_stall() -> None:
+async def test_choice_with_a_slot_can_stall() -> None:
     class Stalling(Engine):
         async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
             yield "x"
             await asyncio.sleep(5)
 
-    start, _ = asyncio.run(told(ours(Stalling(), stall_seconds=0.2), lambda message: 0, n=2))
+    start, _ = await told(ours(Stalling(), stall_seconds=0.2), lambda message: 0, n=2)
     assert start["status"] == 504
 
 

@@ -23,7 +23,6 @@ from tests.support.server_process import Running
 
 pytestmark = pytest.mark.usefixtures("served_afterwards")
 ROUTES = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-HOST = b"Host: localhost\r\n"
 
 
 class TestLeaving:

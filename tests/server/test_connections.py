@@ -19,7 +19,7 @@ from dragoman.server.http.server import SocketFile, unix_socket
 from dragoman.server.preflight_checks import check_listen_address
 from tests.support.certificates import write_certificate
 from tests.support.raw_http import request_bytes
-from tests.support.requests import CHAT, HELLO, ask, eventually, listened_on, recorded, refused, text_of
+from tests.support.requests import CHAT, HELLO, ask, eventually, recorded, refused, text_of, unix_client
 from tests.support.server_process import Running, serving_at
 
 MODELS: dict[str, Any] = {
@@ -93,13 +93,7 @@ def test_invalid_tls_files(tmp_path: Path) -> None:
 def test_unix_socket(tmp_path: Path, workers: int) -> None:
     path = tmp_path / "dragoman.sock"
     config = {"models": MODELS, "socket": "dragoman.sock", "proxies": ["unix"]}
-
-    def connect(_: int) -> httpx.Client:
-        assert listened_on(path)
-        transport = httpx.HTTPTransport(uds=str(path))
-        return httpx.Client(base_url="http://localhost", transport=transport)
-
-    with serving_at(tmp_path, config, connect, workers=workers) as (running, client):
+    with serving_at(tmp_path, config, unix_client(path), workers=workers) as (running, client):
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
         reply = client.post(CHAT, json={"messages": HELLO}, headers={"x-forwarded-for": "198.51.100.7"})
         assert text_of(reply) == "hello"
@@ -118,10 +112,7 @@ def test_socket_of_the_next_server_is_not_removed(tmp_path: Path, workers: int) 
     path = tmp_path / "dragoman.sock"
     endless = {"engine": "scripted", "tokens_per_second": 20, "replies": [{"output": "tick" * 4000}]}
     config = {"models": {"slow": endless}, "socket": str(path)}
-
-    def connect(_: int) -> httpx.Client:
-        assert listened_on(path)
-        return httpx.Client(base_url="http://localhost", transport=httpx.HTTPTransport(uds=str(path)), timeout=30)
+    connect = unix_client(path)
 
     def is_refused() -> bool:
         with socket.socket(socket.AF_UNIX) as probe:
@@ -157,7 +148,7 @@ def test_socket_rebound_by_another_server_is_not_removed(tmp_path: Path) -> None
             assert not path.exists()
 
 
-def test_obstacles_to_a_socket(tmp_path: Path) -> None:
+def test_unusable_socket_paths(tmp_path: Path) -> None:
     left, file = tmp_path / "left.sock", tmp_path / "file"
     unix_socket(left).close()
     file.touch()

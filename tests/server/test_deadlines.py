@@ -1,22 +1,15 @@
 """Deadlines of requests."""
 
 import time
-from collections.abc import Iterator
-
-import pytest
 
 from tests.support.requests import CHAT, HELLO, ask, refused, talking
-from tests.support.server_process import Running, Serving
+from tests.support.server_process import Running, server_fixture
 
 ENDLESS = {"engine": "scripted", "tokens_per_second": 20, "replies": [{"output": "tick" * 4000}]}
 MODELS = {"echo": {"engine": "scripted"}, "endless": ENDLESS, "single": ENDLESS | {"slots": 1}}
 
 
-@pytest.fixture(scope="module")
-def hasty(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
-    config = {"models": MODELS, "limits": {"request_seconds": 1}}
-    with serving(tmp_path_factory.mktemp("hasty"), config) as running:
-        yield running
+hasty = server_fixture({"models": MODELS, "limits": {"request_seconds": 1}})
 
 
 def test_request_deadline(hasty: Running) -> None:

@@ -14,7 +14,7 @@ import pytest
 from dragoman.config.sections import KeyLimits, Keys
 from dragoman.config.settings import Settings
 from dragoman.core.delivery import pull_events
-from dragoman.core.engine import ProgressSink
+from dragoman.core.engine import PutProgress
 from dragoman.core.errors import EngineFailed
 from dragoman.core.events import Event, Started
 from dragoman.core.request import GenerationRequest, Message, Text
@@ -50,10 +50,10 @@ class StartingWorker(WorkerEngine):
     async def start(self) -> None:
         pass
 
-    def forward(self, sink: ProgressSink, key: int, request: msgspec.Raw) -> bool:
+    def forward(self, put: PutProgress, key: int, request: msgspec.Raw) -> bool:
         return False
 
-    async def forward_when_running(self, sink: ProgressSink, key: int, request: msgspec.Raw) -> None:
+    async def forward_when_running(self, put: PutProgress, key: int, request: msgspec.Raw) -> None:
         self.asked.put_nowait(key)
         await self.running.wait()
         if self.failure is not None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.support.raw_http import raw
-from tests.support.requests import CHAT, COMPLETIONS, HELLO, JSON_BODY, SMALLEST, ask, refused, talking, text_of
+from tests.support.requests import CHAT, COMPLETIONS, HELLO, JSON_BODY, SMALLEST, ask, refused, saying, talking, text_of
 from tests.support.server_process import Running
 
 ROUTES = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -164,9 +164,8 @@ def test_huge_max_tokens_is_capped_by_the_context(client: httpx.Client, path: st
 @ROUTES
 def test_prompt_longer_than_the_context(client: httpx.Client, path: str) -> None:
     text = "many words " * 20
-    fields: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
     for stream in (False, True):
-        response = ask(client, path, model="short", stream=stream, **fields)
+        response = ask(client, path, model="short", stream=stream, **saying(path, text))
         param = "messages" if path == CHAT else "prompt"
         message = refused(response, 400, param=param, code="context_length_exceeded")
         assert "maximum context length" in message
@@ -201,8 +200,7 @@ ODD_TEXTS = {
 @ROUTES
 @pytest.mark.parametrize("text", ODD_TEXTS.values(), ids=ODD_TEXTS.keys())
 def test_unusual_text_is_served_unchanged(client: httpx.Client, path: str, text: str) -> None:
-    fields: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
-    assert text_of(ask(client, path, **fields)) == text
+    assert text_of(ask(client, path, **saying(path, text))) == text
 
 
 @ROUTES

@@ -6,18 +6,15 @@ import resource
 import select
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.server.conftest import HEADER_BYTES
-from tests.support.raw_http import connect, head, raw, read, request_bytes
+from tests.support.raw_http import HEALTH, HOST, connect, head, raw, read, request_bytes
 from tests.support.requests import CHAT, PATIENCE, SMALLEST, ask, eventually, recorded, refused, talking, text_of
-from tests.support.server_process import Running, Serving
+from tests.support.server_process import Running, Serving, server_fixture
 
-HOST = b"Host: localhost\r\n"
-HEALTH = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"
 LAST = HEALTH[:-2] + b"Connection: close\r\n\r\n"
 CHUNKED = head(CHAT, b"Host: localhost", b"Transfer-Encoding: chunked")
 SLOW = SMALLEST[CHAT] | {"model": "slow"}
@@ -48,18 +45,16 @@ def push(sock: socket.socket, data: bytes, limit: int) -> int:
     return taken
 
 
-@pytest.fixture(scope="module")
-def crowded(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
-    """A server with the default limits."""
-    config = {
+crowded = server_fixture(
+    {
         "models": {
             "echo": {"engine": "scripted", "chunk": 1000},
             "slow": {"engine": "scripted", "tokens_per_second": 20, "replies": [{"output": "tick" * 4000}]},
         },
         "api_keys": ["sk-one"],
     }
-    with serving(tmp_path_factory.mktemp("crowded"), config) as running:
-        yield running
+)
+"""A server with the default limits."""
 
 
 KEY = "Authorization: Bearer sk-one"

@@ -115,26 +115,23 @@ async def check_health(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
     assert await reader.readuntil(b"}") == b'{"status":"ok"}'
 
 
-def test_every_request_restarts_the_idle_timer() -> None:
-    async def scenario() -> None:
-        listeners = bind_sockets("127.0.0.1", 0)
-        host, port = listeners[0].getsockname()
-        server = HttpServer(create_app(ScriptedEngine()), listeners)
-        server.state.keep_alive_seconds = IDLE_SECONDS
-        stopping = asyncio.Event()
-        running = asyncio.create_task(server.run(stopping, lambda: None))
-        await asyncio.sleep(0)
-        reader, writer = await asyncio.open_connection(host, port)
-        for _ in range(2):
-            await check_health(reader, writer)
-            await asyncio.sleep(IDLE_SECONDS * 0.6)
+async def test_every_request_restarts_the_idle_timer() -> None:
+    listeners = bind_sockets("127.0.0.1", 0)
+    host, port = listeners[0].getsockname()
+    server = HttpServer(create_app(ScriptedEngine()), listeners)
+    server.state.keep_alive_seconds = IDLE_SECONDS
+    stopping = asyncio.Event()
+    running = asyncio.create_task(server.run(stopping, lambda: None))
+    await asyncio.sleep(0)
+    reader, writer = await asyncio.open_connection(host, port)
+    for _ in range(2):
         await check_health(reader, writer)
-        answered = time.monotonic()
-        assert await asyncio.wait_for(reader.read(), 60) == b""
-        assert time.monotonic() - answered >= IDLE_SECONDS * 0.9
-        writer.close()
-        stopping.set()
-        await running
-        await server.end()
-
-    asyncio.run(scenario())
+        await asyncio.sleep(IDLE_SECONDS * 0.6)
+    await check_health(reader, writer)
+    answered = time.monotonic()
+    assert await asyncio.wait_for(reader.read(), 60) == b""
+    assert time.monotonic() - answered >= IDLE_SECONDS * 0.9
+    writer.close()
+    stopping.set()
+    await running
+    await server.end()

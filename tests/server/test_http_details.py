@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -14,7 +13,7 @@ from tests.support.bad_server import BadServer
 from tests.support.bad_server import refused as refusing
 from tests.support.raw_http import Answer, connect, head, raw, read, request_bytes
 from tests.support.requests import CHAT, HELLO, PATIENCE, SMALLEST, ask, frames, recorded, refused, talking, text_of
-from tests.support.server_process import Running, Serving
+from tests.support.server_process import Running, Serving, server_fixture
 
 PAGE = "https://app.example"
 KEY = "Authorization: Bearer sk-one"
@@ -22,17 +21,15 @@ STREAM = {"messages": HELLO, "model": "slow", "stream": True}
 BODY = b'{"messages": [{"role": "user", "content": "hello"}]}'
 
 
-@pytest.fixture(scope="module")
-def proxied(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
-    """A server with a local trusted proxy, keys, and an allowed origin."""
-    config = {
+proxied = server_fixture(
+    {
         "models": {"echo": {"engine": "scripted"}, "slow": {"engine": "scripted", "tokens_per_second": 50}},
         "api_keys": ["sk-one", "sk-two"],
         "proxies": ["127.0.0.1"],
         "cors": {"origins": [PAGE]},
     }
-    with serving(tmp_path_factory.mktemp("proxied"), config) as running:
-        yield running
+)
+"""A server with a local trusted proxy, keys, and an allowed origin."""
 
 
 def get(running: Running, path: str, *lines: str, version: str = "1.1") -> Answer:
@@ -72,8 +69,6 @@ class TestRepeatedHeaders:
     @pytest.mark.parametrize(
         ("lines", "client"),
         [
-            (("203.0.113.9", "127.0.0.1"), "203.0.113.9"),
-            (("127.0.0.1", "203.0.113.9"), "203.0.113.9"),
             (("198.51.100.7, 203.0.113.9", "127.0.0.1, 127.0.0.1"), "203.0.113.9"),
             (("198.51.100.7", "nonsense", "127.0.0.1"), "127.0.0.1"),
         ],

@@ -106,6 +106,7 @@ HOSTILE: dict[str, Callable[[], str]] = {
     "routes that there are not": lambda: token(routes=["everything"]),
     "models that are no list": lambda: token(models="*"),
     "other claims": with_other_claims,
+    "a subject of a static key": lambda: token(sub="key:0"),
     "a critical header": lambda: token(headers={"crit": ["x"], "x": 1}),
     "too long": lambda: token(filler="x" * 10_000),
     "three dots": lambda: "a.b.c",
@@ -124,8 +125,10 @@ def test_rs256(tmp_path: Path, private: rsa.RSAPrivateKey) -> None:
     take = accessing(tmp_path, public_pem(private), "RS256")
     assert take(token(private, "RS256")).principal == "jwt:user:anna"
     other = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    with pytest.raises(Unauthorized):
-        take(token(other, "RS256"))
+    own_key = json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(other.public_key()))
+    for headers in ({}, {"jwk": own_key, "kid": "../jwt.key"}):
+        with pytest.raises(Unauthorized):
+            take(token(other, "RS256", headers=headers))
 
 
 def test_public_key_is_not_accepted_as_secret(tmp_path: Path, private: rsa.RSAPrivateKey) -> None:

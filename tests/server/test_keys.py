@@ -14,6 +14,7 @@ import pytest
 from dragoman.config.sections import KeyLimits
 from dragoman.core.types import RouteScope
 from dragoman.storage.keys import KeyStore
+from tests.support.frontends import many
 from tests.support.requests import CHAT, HELLO, ask, eventually, recorded, refused, talking, text_of
 from tests.support.sdk import anthropic_sdk, sdk
 from tests.support.server_process import Running, Serving
@@ -179,10 +180,9 @@ def test_cancelled_and_failed_requests_are_settled(keyed: Running, make: Make) -
 
 async def _at_once(running: Running, key: str, count: int) -> tuple[list[httpx.Response], int]:
     """Send `count` requests for replies that take minutes; returns the refusals and the number admitted."""
-    limits = httpx.Limits(max_connections=None)
     body = {"messages": HELLO, "model": "slow", "max_tokens": 50}
     headers = {"authorization": f"Bearer {key}"}
-    async with httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=60, limits=limits) as client:
+    async with many(running) as client:
         tasks = [asyncio.create_task(client.post(CHAT, json=body, headers=headers)) for _ in range(count)]
         async with asyncio.timeout(60):
             stats = {"authorization": f"Bearer {STATIC}"}

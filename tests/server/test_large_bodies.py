@@ -7,19 +7,18 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.requests import CHAT, JSON_BODY, ask, eventually, refused, talking, text_of
-from tests.support.server_process import Running, Serving
+from dragoman import create_app
+from dragoman.config.settings import Limits, Settings
+from dragoman.engines.scripted import ScriptedEngine
+from tests.support.requests import CHAT, HELLO, JSON_BODY, ask, eventually, in_process, refused, talking, text_of
+from tests.support.server_process import Running, server_fixture
 
 MIB = 1024
 """In KiB, the unit of /proc."""
-SCRIPTED = {"models": {"s": {"engine": "scripted"}}}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
-    """A server of its own, because its memory is measured."""
-    with serving(tmp_path_factory.mktemp("large"), SCRIPTED) as running:
-        yield running
+server = server_fixture({"models": {"s": {"engine": "scripted"}}})
+"""A server of its own, because its memory is measured."""
 
 
 @pytest.fixture
@@ -77,10 +76,12 @@ def test_memory_of_decoded_bodies_is_returned(server: Running, client: httpx.Cli
     assert_memory_is_returned(server, before)
 
 
-def test_limit_is_configurable(tmp_path: Path, serving: Serving) -> None:
-    with serving(tmp_path, SCRIPTED | {"limits": {"body_elements": 100}}) as running, talking(running) as client:
-        assert text_of(ask(client, CHAT, metadata={"a": [0] * 50})) == "hello"
-        assert "more than 100 JSON elements" in refused(ask(client, CHAT, metadata={"a": [0] * 150}), 413)
+async def test_limit_is_configurable() -> None:
+    app = create_app(ScriptedEngine(), settings=Settings(models_dir=(), limits=Limits(body_elements=100)))
+    async with in_process(app) as client:
+        few, many = [{"messages": HELLO, "metadata": {"a": [0] * count}} for count in (50, 150)]
+        assert text_of(await client.post(CHAT, json=few)) == "hello"
+        assert "more than 100 JSON elements" in refused(await client.post(CHAT, json=many), 413)
 
 
 def test_many_unknown_fields_are_refused(client: httpx.Client) -> None:

@@ -1,6 +1,5 @@
 """Loading and unloading of models: single flight, keep-alive, memory budget, admin routes, names."""
 
-import asyncio
 import json
 import threading
 import time
@@ -15,7 +14,7 @@ import pytest
 from dragoman import create_app
 from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER
 from tests.support.engines import Sampled
-from tests.support.requests import CHAT, HELLO, ask, eventually, refused, talking, text_of
+from tests.support.requests import CHAT, HELLO, ask, eventually, in_process, refused, talking, text_of
 from tests.support.server_process import Running, Serving
 
 LIGHT = {"engine": "tests.support.engines:Weighty"}
@@ -48,12 +47,6 @@ def server(hold: Path, serving: Serving) -> Iterator[Running]:
     }
     with serving(hold, config) as running:
         yield running
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[httpx.Client]:
-    with talking(server) as made:
-        yield made
 
 
 def loads(running: Running, name: str) -> int:
@@ -228,21 +221,6 @@ def test_least_recently_used_model_is_evicted(tmp_path: Path, home: Path, servin
     assert min(json.loads((home / "memory.json").read_text()).values()) > 200 * 2**20
 
 
-def test_requests_can_fail_fast_while_loading(tmp_path: Path, serving: Serving) -> None:
-    hold = tmp_path / "hold"
-    hold.touch()
-    config = {"models": {"first": FIRST, "a": LIGHT | {"hold": str(hold)}}, "limits": {"load_seconds": 0}}
-    with serving(tmp_path, config) as running, talking(running) as client:
-        for stream in (False, True):
-            told = ask(client, CHAT, model="a", stream=stream)
-            refused(told, 503, code="model_loading")
-            assert int(told.headers["retry-after"]) >= 1
-        hold.unlink()
-        assert eventually(lambda: state(client, "a") == "ready")
-        assert text_of(ask(client, CHAT, model="a")) == "a " * 5
-        assert loads(running, "a") == 1
-
-
 def test_model_from_directory_is_served(tmp_path: Path, smollm2_path: Path, serving: Serving) -> None:
     config = {
         "models": {"first": FIRST},
@@ -264,11 +242,7 @@ def test_model_from_directory_is_served(tmp_path: Path, smollm2_path: Path, serv
             refused(ask(client, CHAT, model=name), 404, param="model", code="model_not_found")
 
 
-def test_reload_without_configuration_is_a_501() -> None:
-    async def scenario() -> httpx.Response:
-        app = create_app(Sampled())
-        transport, headers = httpx.ASGITransport(app), {ADMIN_TOKEN_HEADER: app.admin_token}
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
-            return await client.post("/admin/reload")
-
-    refused(asyncio.run(scenario()), 501)
+async def test_reload_without_configuration_is_a_501() -> None:
+    app = create_app(Sampled())
+    async with in_process(app, headers={ADMIN_TOKEN_HEADER: app.admin_token}) as client:
+        refused(await client.post("/admin/reload"), 501)

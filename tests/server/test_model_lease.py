@@ -12,25 +12,22 @@ REQUEST = LeaseRequest("m", (), None, strict=False)
 SETTINGS = Settings(models=(ModelSpec("m", "scripted", None, {"slots": 1}),), models_dir=())
 
 
-def test_waiting_for_a_slot_does_not_hold_the_model() -> None:
-    async def scenario() -> None:
-        catalog = Catalog(SETTINGS)
-        seat = catalog.lifecycle.residency_of(catalog.resolve("m").host)
-        first, second = (LocalModelLease(catalog, UNRESTRICTED, None) for _ in range(2))
-        # The features are unknown before the first load, so both wait for it.
-        await asyncio.gather(first.find(REQUEST), second.find(REQUEST))
-        assert seat.running == 2
-        engine = await first.start()
-        waiting = asyncio.create_task(second.start())
-        await asyncio.sleep(0.05)
-        assert (seat.running, waiting.done()) == (1, False)
-        first.close()
-        async with asyncio.timeout(60):
-            assert await waiting is engine
-        assert seat.running == 1
-        second.close()
-        second.close()
-        assert seat.running == 0
-        await catalog.stop()
-
-    asyncio.run(scenario())
+async def test_waiting_for_a_slot_does_not_hold_the_model() -> None:
+    catalog = Catalog(SETTINGS)
+    seat = catalog.lifecycle.residency_of(catalog.resolve("m").host)
+    first, second = (LocalModelLease(catalog, UNRESTRICTED, None) for _ in range(2))
+    # The features are unknown before the first load, so both wait for it.
+    await asyncio.gather(first.find(REQUEST), second.find(REQUEST))
+    assert seat.running == 2
+    engine = await first.start()
+    waiting = asyncio.create_task(second.start())
+    await asyncio.sleep(0.05)
+    assert (seat.running, waiting.done()) == (1, False)
+    first.close()
+    async with asyncio.timeout(60):
+        assert await waiting is engine
+    assert seat.running == 1
+    second.close()
+    second.close()
+    assert seat.running == 0
+    await catalog.stop()

@@ -5,7 +5,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.sdk import Asking
+from tests.support.sdk import ModelClient
 
 FRANCE = "The capital of France is"
 SEA = "Fish live in the"
@@ -15,7 +15,7 @@ def texts(reply: Any) -> list[str]:
     return [choice.text for choice in reply.choices]
 
 
-def streamed(model: Asking, prompt: Any, /, **fields: Any) -> list[Any]:
+def streamed(model: ModelClient, prompt: Any, /, **fields: Any) -> list[Any]:
     with model.complete(prompt, stream=True, **fields) as chunks:
         return list(chunks)
 
@@ -24,7 +24,7 @@ def entries(chunks: list[Any], index: int = 0) -> list[Any]:
     return [entry for chunk in chunks for entry in chunk.choices if entry.index == index]
 
 
-def test_prompt_is_continued(smol: Asking) -> None:
+def test_prompt_is_continued(smol: ModelClient) -> None:
     reply = smol.complete(FRANCE)
     assert (reply.object, reply.model) == ("text_completion", "smollm2")
     assert reply.id.startswith("cmpl-")
@@ -35,7 +35,7 @@ def test_prompt_is_continued(smol: Asking) -> None:
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (len(smol.tokenize(FRANCE)), 8, 13)
 
 
-def test_script_continues_too(poet: Asking) -> None:
+def test_script_continues_too(poet: ModelClient) -> None:
     assert texts(poet.complete("What is the weather?", max_tokens=100)) == ["It is sunny in Paris today."]
     assert texts(poet.complete(["weather", "emoji"], max_tokens=100)) == ["It is sunny in Paris today.", "a 😀 b"]
     echoed = poet.complete("emoji", echo=True, max_tokens=1)
@@ -44,7 +44,7 @@ def test_script_continues_too(poet: Asking) -> None:
     assert (texts(by_ids), by_ids.usage.prompt_tokens) == (["Roses are red, violets are blue."], 3)
 
 
-def test_every_way_to_write_a_prompt(smol: Asking) -> None:
+def test_every_way_to_write_a_prompt(smol: ModelClient) -> None:
     ids = {text: smol.tokenize(text) for text in (FRANCE, SEA)}
     france, sea = texts(smol.complete(FRANCE)) + texts(smol.complete(SEA))
     assert texts(smol.complete([FRANCE])) == [france]
@@ -57,7 +57,7 @@ def test_every_way_to_write_a_prompt(smol: Asking) -> None:
         assert both.usage.completion_tokens == 16
 
 
-def test_stream_is_the_reply_in_pieces(smol: Asking) -> None:
+def test_stream_is_the_reply_in_pieces(smol: ModelClient) -> None:
     fields: dict[str, Any] = {"logprobs": 2, "echo": True, "extra_body": {"return_token_ids": True}}
     reply = smol.complete(FRANCE, **fields)
     chunks = streamed(smol, FRANCE, stream_options={"include_usage": True}, **fields)
@@ -75,7 +75,7 @@ def test_stream_is_the_reply_in_pieces(smol: Asking) -> None:
     assert told[1:] == pytest.approx(whole.token_logprobs[1:], abs=0.01)
 
 
-def test_echo_with_logprobs_scores_a_text(smol: Asking) -> None:
+def test_echo_with_logprobs_scores_a_text(smol: ModelClient) -> None:
     text = FRANCE + " Paris"
     reply = smol.complete(text, echo=True, logprobs=1, max_tokens=0)
     (choice,) = reply.choices
@@ -92,7 +92,7 @@ def test_echo_with_logprobs_scores_a_text(smol: Asking) -> None:
     assert last.choices[0].finish_reason == "length"
 
 
-def test_best_of_several(smol: Asking) -> None:
+def test_best_of_several(smol: ModelClient) -> None:
     sampled: dict[str, Any] = {"temperature": 1.2, "seed": 11, "logprobs": 0}
     best = smol.complete(FRANCE, best_of=4, **sampled)
     every = smol.complete(FRANCE, n=4, **sampled)
@@ -122,7 +122,9 @@ def test_best_of_several(smol: Asking) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_bad_parameters(smol: Asking, stream: bool, fields: dict[str, Any], status: int, param: str, code: str) -> None:
+def test_bad_parameters(
+    smol: ModelClient, stream: bool, fields: dict[str, Any], status: int, param: str, code: str
+) -> None:
     with pytest.raises(openai.APIStatusError) as raised:
         smol.client.completions.create(model="smollm2", stream=stream, **fields)
     assert (raised.value.status_code, raised.value.param, raised.value.code) == (status, param, code)

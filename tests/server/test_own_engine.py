@@ -30,6 +30,8 @@ from tests.support.requests import (
     eventually,
     frames,
     refused,
+    saying,
+    stream_texts,
     talk,
     talking,
     text_of,
@@ -72,12 +74,7 @@ def streamed(response: httpx.Response) -> list[str]:
     """The text of every choice of a complete stream."""
     *chunks, done = frames(response.text)
     assert done == "[DONE]"
-    found: dict[int, str] = {}
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            piece = choice["text"] if "text" in choice else choice["delta"].get("content", "")
-            found[choice["index"]] = found.get(choice["index"], "") + piece
-    return [found[index] for index in range(len(found))]
+    return [text for _, text in sorted(stream_texts(chunks).items())]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -193,7 +190,7 @@ class Raising(Engine):
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_engine_that_raises(path: str) -> None:
     app = create_app(Raising())
-    nothing: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]} if path == CHAT else {"prompt": ""}
+    nothing = saying(path, "")
     for response in (ask(app, path), ask(app, path, **nothing), ask(app, path, stream=True, **nothing)):
         message = refused(response, 500, code="inference_error")
         assert "secret" not in message

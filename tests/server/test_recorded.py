@@ -1,7 +1,6 @@
 """Recorded requests of real clients: each is accepted, and each stream is well-formed."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import pytest
 
 from tests.protocols import anthropic_stream, response_events
 from tests.support.raw_http import raw
-from tests.support.requests import frames, talking
-from tests.support.server_process import Running, Serving
+from tests.support.requests import frames
+from tests.support.server_process import Running, server_fixture
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 SCRIPT = f"<think>Better look.</think>Let me see.\n{CALL}"
@@ -43,18 +42,8 @@ UPGRADES = names("/v1/responses", method="WS-UPGRADE")
 MESSAGES = names("/v1/responses", method="WS-MSG")
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
-    hermes = {"engine": "scripted", "format": "hermes", "replies": [{"output": SCRIPT}]}
-    config = {"models": {"hermes": hermes, "org/m": {"engine": "scripted"}}, "aliases": {"*": "hermes"}}
-    with serving(tmp_path_factory.mktemp("recorded"), config) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def client(running: Running) -> Iterator[httpx.Client]:
-    with talking(running) as made:
-        yield made
+HERMES = {"engine": "scripted", "format": "hermes", "replies": [{"output": SCRIPT}]}
+server = server_fixture({"models": {"hermes": HERMES, "org/m": {"engine": "scripted"}}, "aliases": {"*": "hermes"}})
 
 
 def replayed(client: httpx.Client, name: str) -> httpx.Response:
@@ -164,12 +153,12 @@ def test_websocket_messages_can_be_posted(client: httpx.Client, name: str) -> No
 
 
 @pytest.mark.parametrize("name", UPGRADES)
-def test_websocket_is_answered_426(running: Running, name: str) -> None:
+def test_websocket_is_answered_426(server: Running, name: str) -> None:
     headers = [
         f"{key}: {value}" for key, value in RECORDINGS[name]["headers"].items() if key.lower() != "authorization"
     ]
     lines = ["GET /v1/responses HTTP/1.1", "Host: localhost", "Connection: Upgrade", *headers]
-    answer = raw(running, "\r\n".join([*lines, "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "", ""]).encode(), 0)
+    answer = raw(server, "\r\n".join([*lines, "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "", ""]).encode(), 0)
     assert answer.status == 426
     assert json.loads(answer.body)["error"]["code"] == "upgrade_required"
 

@@ -1,11 +1,9 @@
 """Reloading the configuration under load."""
 
-import asyncio
 import json
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,25 +14,16 @@ import pytest
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Limits, Settings
 from dragoman.server.routes import build_app
-from tests.support.requests import CHAT, HELLO, ask, eventually, frames, recorded, refused, talking, text_of
-from tests.support.server_process import Running, Serving
+from tests.support.requests import CHAT, HELLO, ask, eventually, recorded, refused, talking, text_of
+from tests.support.server_process import Running, Serving, server_fixture
 
 SCRIPTED = {"engine": "scripted"}
 WORKER = {"engine": "tests.support.engines:Weighty"}
 NOT_RELOADED = "configuration not reloaded: "
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
-    """A server for tests that begin with a configuration of their own."""
-    with serving(tmp_path_factory.mktemp("reloaded"), {"models": {"first": SCRIPTED}}) as running:
-        yield running
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[httpx.Client]:
-    with talking(server) as made:
-        yield made
+server = server_fixture({"models": {"first": SCRIPTED}})
+"""A server for tests that begin with a configuration of their own."""
 
 
 def write(running: Running, config: dict[str, Any]) -> None:
@@ -175,17 +164,6 @@ def test_invalid_model_file_changes_nothing(server: Running, client: httpx.Clien
     assert "model m: unloading" not in server.log.read_text()
 
 
-def test_stream_of_frames_is_not_disturbed_by_many_reloads(server: Running, client: httpx.Client) -> None:
-    slow = SCRIPTED | {"tokens_per_second": 30, "replies": [{"output": "tick" * 30}]}
-    reload(server, slow=slow).raise_for_status()
-    with client.stream("POST", CHAT, json={"messages": HELLO, "model": "slow", "stream": True}) as stream:
-        for _ in range(5):
-            assert reload(server, slow=slow).status_code == 200
-        told = frames(stream.read().decode())
-    assert told[-1] == "[DONE]"
-    assert server.log.read_text().count("model slow: loading") == 1
-
-
 def test_sighup_reloads_and_reports_settings_that_need_a_restart(server: Running, client: httpx.Client) -> None:
     changed = {"models": {"second": SCRIPTED}, "host": "localhost", "limits": {"write_seconds": 3, "choices": 2}}
     write(server, changed | {"memory": "1GiB", "keep_alive": 5})
@@ -278,18 +256,15 @@ def test_last_key_of_public_server_cannot_be_removed(tmp_path: Path, serving: Se
         refused(client.get("/v1/models", headers={"x-api-key": ""}), 401)
 
 
-def test_fixed_settings_keep_their_initial_values() -> None:
+async def test_fixed_settings_keep_their_initial_values() -> None:
     before = Settings(models=(ModelSpec("m", "scripted"),), models_dir=(), limits=Limits(stall_seconds=5, queue=7))
     limits = Limits(stall_seconds=9, body_seconds=1, queue=3)
     after = Settings(models=(ModelSpec("n", "scripted"),), models_dir=(), limits=limits, port=1, strict=True)
 
-    async def scenario() -> None:
-        app = build_app(before, reload_settings=lambda: after)
-        told = await app.reload()
-        assert told.restart_needed == ("port", "limits.body_seconds", "limits.stall_seconds")
-        assert app.settings.limits == Limits(stall_seconds=5, queue=3)
-        assert (app.settings.port, app.settings.strict) == (before.port, True)
-        assert app.catalog.resolve("n").host.limits == app.settings.limits
-        await app.stop()
-
-    asyncio.run(scenario())
+    app = build_app(before, reload_settings=lambda: after)
+    told = await app.reload()
+    assert told.restart_needed == ("port", "limits.body_seconds", "limits.stall_seconds")
+    assert app.settings.limits == Limits(stall_seconds=5, queue=3)
+    assert (app.settings.port, app.settings.strict) == (before.port, True)
+    assert app.catalog.resolve("n").host.limits == app.settings.limits
+    await app.stop()

@@ -1,21 +1,19 @@
 """Rendered prompts, of an engine in the server process and of one in a worker."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.requests import HELLO, refused, talking
-from tests.support.server_process import Running, Serving
+from tests.support.requests import HELLO, refused
+from tests.support.server_process import server_fixture
 
 RENDER = "/v1/chat/completions/render"
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
-    config = {
+server = server_fixture(
+    {
         "models": {
             "showing": {"engine": "tests.support.engines:Showing"},
             "showing-from-afar": {"engine": "tests.support.engines:ShowingFromAfar"},
@@ -23,14 +21,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Itera
             "unloaded": {"engine": "tests.support.engines:ShowingFromAfar"},
         }
     }
-    with serving(tmp_path_factory.mktemp("render"), config) as server:
-        yield server
-
-
-@pytest.fixture
-def client(running: Running) -> Iterator[httpx.Client]:
-    with talking(running) as made:
-        yield made
+)
 
 
 def ask(client: httpx.Client, **fields: Any) -> httpx.Response:

@@ -3,27 +3,26 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import pytest
 
 from dragoman import create_app
+from dragoman.config.settings import Limits, Settings
 from dragoman.engines.scripted import ScriptedEngine
 from dragoman.protocols.responses import items, server
 from tests.protocols.response_events import accumulated, read
 from tests.support.raw_http import raw
-from tests.support.requests import refused, talking
-from tests.support.server_process import Running, Serving
+from tests.support.requests import in_process, refused, talking
+from tests.support.server_process import Running, server_fixture
 
 RESPONSES = "/v1/responses"
 T = TypeVar("T")
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
-    config = {
+running = server_fixture(
+    {
         "models": {
             "echo": {"engine": "scripted"},
             "failing": {"engine": "scripted", "fail_after": 1, "replies": [{"output": "one two three"}]},
@@ -34,8 +33,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Itera
         "api_keys": ["ann", "bob"],
         "limits": {"kept_responses": 3, "kept_bytes": 20_000, "keepalive_seconds": 0.1},
     }
-    with serving(tmp_path_factory.mktemp("responses"), config) as made:
-        yield made
+)
 
 
 @pytest.fixture
@@ -157,19 +155,17 @@ def test_unusual_response_id(ann: httpx.Client) -> None:
     assert status(ann, made) == 200
 
 
-def test_conversation_is_no_larger_than_a_body(tmp_path: Path, serving: Serving) -> None:
-    config = {"models": {"echo": {"engine": "scripted"}}, "limits": {"body_bytes": 20_000}}
-    with serving(tmp_path, config) as running, talking(running) as client:
-        made = create(client, "x" * 9_000)
+async def test_conversation_is_no_larger_than_a_body() -> None:
+    app = create_app(ScriptedEngine(), settings=Settings(models_dir=(), limits=Limits(body_bytes=20_000)))
+    async with in_process(app) as client:
+        made = (await client.post(RESPONSES, json={"input": "x" * 9_000})).json()
         reference = {"type": "item_reference", "id": made["output"][0]["id"]}
-        create(client, [reference] * 2)
-        reply = client.post(RESPONSES, json={"input": [reference] * 3})
-        refused(reply, 413, param="input", code="request_too_large")
-        reply = client.post(RESPONSES, json={"input": "y" * 5_000, "previous_response_id": made["id"]})
-        refused(reply, 413, param="input", code="request_too_large")
+        assert (await client.post(RESPONSES, json={"input": [reference] * 2})).status_code == 200
+        for body in ({"input": [reference] * 3}, {"input": "y" * 5_000, "previous_response_id": made["id"]}):
+            refused(await client.post(RESPONSES, json=body), 413, param="input", code="request_too_large")
 
 
-def test_large_conversation_is_processed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_conversation_is_processed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work on a large conversation does not run in the event loop's thread."""
     threads: list[bool] = []
 
@@ -183,18 +179,14 @@ def test_large_conversation_is_processed_in_a_thread(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(server, "decode", noting(server.decode))
     monkeypatch.setattr(items, "storable_items", noting(items.storable_items))
 
-    async def talk() -> None:
-        transport = httpx.ASGITransport(create_app(ScriptedEngine()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            small = (await client.post(RESPONSES, json={"input": "hello"})).json()
-            assert threads == [True, True]
-            said = [{"role": "user", "content": "x"}] * 2000
-            large = (await client.post(RESPONSES, json={"input": said, "previous_response_id": small["id"]})).json()
-            on = await client.post(RESPONSES, json={"input": "on", "previous_response_id": large["id"]})
-            assert on.status_code == 200, on.text
-            assert threads == [True, True, False, False, False, False]
-
-    asyncio.run(talk())
+    async with in_process(create_app(ScriptedEngine())) as client:
+        small = (await client.post(RESPONSES, json={"input": "hello"})).json()
+        assert threads == [True, True]
+        said = [{"role": "user", "content": "x"}] * 2000
+        large = (await client.post(RESPONSES, json={"input": said, "previous_response_id": small["id"]})).json()
+        on = await client.post(RESPONSES, json={"input": "on", "previous_response_id": large["id"]})
+        assert on.status_code == 200, on.text
+        assert threads == [True, True, False, False, False, False]
 
 
 def test_many_items(ann: httpx.Client) -> None:

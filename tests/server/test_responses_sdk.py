@@ -11,7 +11,7 @@ from openai.types.responses import Response, ResponseItemList, ResponseStreamEve
 from pydantic import BaseModel, TypeAdapter
 
 from tests.support.sdk import sdk
-from tests.support.server_process import Running, Serving
+from tests.support.server_process import Running, server_fixture
 
 PATCH = '*** Begin Patch\n+Gr\u00fc\u00dfe "q"\n*** End Patch'
 REPLIES = [
@@ -26,8 +26,6 @@ REPLIES = [
         "match": "patch it",
         "output": "<tool_call>\n" + json.dumps({"name": "apply", "arguments": {"input": PATCH}}) + "\n</tool_call>",
     },
-    {"match": "spawn", "output": '<tool_call>\n{"name": "agents__spawn", "arguments": {"n": 1}}\n</tool_call>'},
-    {"match": "ls", "output": '<tool_call>\n{"name": "local_shell", "arguments": {"command": ["ls"]}}\n</tool_call>'},
     {"match": "nothing", "output": ""},
 ]
 WEATHER: dict[str, Any] = {
@@ -39,17 +37,17 @@ WEATHER: dict[str, Any] = {
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
-    hermes = {"engine": "scripted", "format": "hermes", "replies": REPLIES}
-    models = {
-        "hermes": hermes,
-        "failing": {"engine": "scripted", "fail_after": 2, "replies": [{"output": "one two three four"}]},
-        "short": {"engine": "scripted", "context": 20},
+running = server_fixture(
+    {
+        "models": {
+            "hermes": {"engine": "scripted", "format": "hermes", "replies": REPLIES},
+            "failing": {"engine": "scripted", "fail_after": 2, "replies": [{"output": "one two three four"}]},
+            "short": {"engine": "scripted", "context": 20},
+        },
+        "aliases": {"gpt-*": "hermes"},
+        "default": "hermes",
     }
-    config = {"models": models, "aliases": {"gpt-*": "hermes"}, "default": "hermes"}
-    with serving(tmp_path_factory.mktemp("responses"), config) as made:
-        yield made
+)
 
 
 @pytest.fixture(scope="module")
@@ -169,19 +167,6 @@ def test_free_text_tool(client: OpenAI) -> None:
         {"type": "custom_tool_call_output", "call_id": whole.call_id, "output": "done"},
     ]
     assert create(client, again, tools=tools).output_text == "done"
-
-
-def test_tool_in_a_namespace_and_shell_tool(client: OpenAI) -> None:
-    inner = {"type": "function", "name": "spawn", "parameters": {"type": "object", "properties": {}}}
-    agents: Any = [{"type": "namespace", "name": "agents", "description": "Agents.", "tools": [inner]}]
-    shell: Any = [{"type": "local_shell"}]
-    call: Any
-    for call in (create(client, "spawn", tools=agents), stream(client, "spawn", tools=agents)[-1].response):
-        assert [(item.type, item.namespace, item.name) for item in call.output] == [
-            ("function_call", "agents", "spawn")
-        ]
-    for call in (create(client, "ls", tools=shell), stream(client, "ls", tools=shell)[-1].response):
-        assert [(item.type, item.action.command) for item in call.output] == [("local_shell_call", ["ls"])]
 
 
 def test_encrypted_reasoning_is_replayed(client: OpenAI) -> None:

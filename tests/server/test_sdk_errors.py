@@ -13,8 +13,8 @@ from tests.protocols.anthropic_stream import read
 from tests.support.raw_http import connect, raw
 from tests.support.raw_http import read as receive
 from tests.support.requests import recorded, talking
-from tests.support.sdk import Asking, anthropic_sdk, content, sdk
-from tests.support.server_process import Running, Serving
+from tests.support.sdk import anthropic_sdk, content, sdk
+from tests.support.server_process import Running, server_fixture
 
 KEY = "sesame"
 SCRIPTED = {"engine": "scripted"}
@@ -43,13 +43,8 @@ SEEING = {"messages": said([IMAGE]), "model": "blind"}
 STRICT = {"x-dragoman-strict": "true"}
 
 
-@pytest.fixture(scope="module")
-def strained(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
-    """A server with keys, short timeouts and low limits."""
-    limits = {"queue": 0, "stall_seconds": 1, "body_bytes": 10_000, "header_bytes": 4096}
-    config = {"models": MODELS, "default": "echo", "api_keys": [KEY], "limits": limits}
-    with serving(tmp_path_factory.mktemp("strained"), config) as running:
-        yield running
+LIMITS = {"queue": 0, "stall_seconds": 1, "body_bytes": 10_000, "header_bytes": 4096}
+strained = server_fixture({"models": MODELS, "default": "echo", "api_keys": [KEY], "limits": LIMITS})
 
 
 @pytest.fixture(scope="module")
@@ -179,11 +174,9 @@ def test_keys(strained: Running) -> None:
             with pytest.raises(openai.AuthenticationError) as raised:
                 call()
             assert (raised.value.status_code, raised.value.code) == (401, "invalid_api_key")
-    wrong: list[dict[str, str]] = [{"x-api-key": "open"}, {"authorization": "Bearer open"}, {}]
-    for headers in (*wrong, {"authorization": f"Bearer {KEY}", "x-api-key": "x"}):
-        with talking(strained, headers) as http:
-            refused(http.post("/v1/messages", json=HELLO), 401, "authentication_error")
-            refused(http.get("/v1/models", headers=VERSION), 401, "authentication_error")
+    with talking(strained, {"x-api-key": "open"}) as http:
+        refused(http.post("/v1/messages", json=HELLO), 401, "authentication_error")
+        refused(http.get("/v1/models", headers=VERSION), 401, "authentication_error")
     bearer = {"authorization": f"Bearer {KEY}"}
     for headers in ({"x-api-key": KEY}, bearer, bearer | {"x-api-key": KEY}):
         with talking(strained, headers) as http:
@@ -299,18 +292,3 @@ def test_version_and_beta_headers(http: httpx.Client, version: str) -> None:
     response = http.post("/v1/messages?beta=true", json=HELLO, headers=headers)
     assert response.json()["content"] == [{"type": "text", "text": "hello"}]
     assert response.headers["request-id"] == response.json()["id"]
-
-
-def test_invalid_parameters_of_a_real_model(smol: Asking) -> None:
-    wrong: list[tuple[dict[str, Any], str, str]] = [
-        ({"logit_bias": {"49152": 1}}, "logit_bias", "vocabulary of 49152 tokens"),
-        ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
-        ({"max_tokens": 1, "messages": said("word " * 2100)}, "messages", "2048 tokens"),
-    ]
-    for fields, param, words in wrong:
-        for stream in (False, True):
-            with pytest.raises(openai.BadRequestError, match=words) as raised:
-                smol.chat("hello", stream=stream, **fields)
-            assert raised.value.param == param
-    assert raised.value.code == "context_length_exceeded"
-    assert "maximum context length" in raised.value.message

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from tests.support.frontends import many
 from tests.support.raw_http import connect
 from tests.support.requests import CHAT, COMPLETIONS, HELLO, ask, eventually, talking, text_of, under_way
 from tests.support.server_process import Running, Serving, has_ended
@@ -32,8 +33,7 @@ async def _ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tu
 async def _under_load(running: Running) -> list[tuple[str, bool, tuple[int, str]]]:
     """Send requests of every kind and a signal, and return the outcome of each request."""
     plan = [(model, stream) for model in ("brief", "endless", "in-worker", "single") for stream in (True, False)] * 5
-    limits = httpx.Limits(max_connections=100)
-    async with httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=60, limits=limits) as client:
+    async with many(running) as client:
         tasks = [
             asyncio.create_task(_ask(client, CHAT, {"model": model, "messages": HELLO, "stream": stream}))
             for model, stream in plan
@@ -83,8 +83,7 @@ def test_sigterm_under_load(tmp_path: Path, serving: Serving) -> None:
 
 def test_second_ctrl_c_under_load(tmp_path: Path, serving: Serving) -> None:
     async def whole(running: Running) -> list[tuple[int, str]]:
-        limits = httpx.Limits(max_connections=100)
-        async with httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=60, limits=limits) as client:
+        async with many(running) as client:
             plan = [(model, stream) for model in ("endless", "in-worker") for stream in (True, False)] * 4
             bodies = [{"model": model, "messages": HELLO, "stream": stream} for model, stream in plan]
             tasks = [asyncio.create_task(_ask(client, CHAT, body)) for body in bodies]

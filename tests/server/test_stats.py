@@ -3,12 +3,10 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -16,9 +14,20 @@ from dragoman.config.model_spec import ModelSpec
 from dragoman.config.sections import Jwt, Keys, Telemetry, Traces
 from dragoman.config.settings import Settings
 from dragoman.server.telemetry.recorder import without_secrets
-from tests.security.echo_upstream import echo_upstream
-from tests.support.requests import CHAT, COMPLETIONS, HELLO, ask, eventually, recorded, refused, talking, text_of
-from tests.support.server_process import Running, Serving
+from tests.security.echo_upstream import EchoUpstream
+from tests.support.requests import (
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    ask,
+    eventually,
+    frames,
+    recorded,
+    refused,
+    talking,
+    text_of,
+)
+from tests.support.server_process import Running, Serving, server_fixture
 
 CONFIG: dict[str, Any] = {
     "models": {
@@ -39,10 +48,7 @@ CONFIG: dict[str, Any] = {
 LABELS = ("model", "route", "kind", "code", "state", "status", "limit", "version", "le")
 
 
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("watched"), CONFIG) as running:
-        yield running
+watched = server_fixture(CONFIG)
 
 
 def samples(client: httpx.Client) -> dict[str, dict[tuple[str, ...], float]]:
@@ -59,9 +65,7 @@ def samples(client: httpx.Client) -> dict[str, dict[tuple[str, ...], float]]:
 
 def stream(client: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
     body = {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}, **fields}
-    reply = client.post(CHAT, json=body)
-    lines = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
-    return [json.loads(line) for line in lines if line != "[DONE]"]
+    return [frame for frame in frames(client.post(CHAT, json=body).text) if frame != "[DONE]"]
 
 
 def test_totals_equal_returned_usage(watched: Running) -> None:
@@ -191,7 +195,7 @@ def test_secrets_are_removed_from_configuration() -> None:
 
 
 def test_prompts_in_the_log_open_metrics_and_spans_are_configurable(tmp_path: Path, serving: Serving) -> None:
-    with echo_upstream() as collector:
+    with EchoUpstream() as collector:
         traces = {"endpoint": f"http://127.0.0.1:{collector.port}/v1/traces"}
         telemetry = {"log_prompts": True, "metrics": "open", "traces": traces}
         config = {"models": {"echo": {"engine": "scripted"}}, "api_keys": ["sk-one"], "telemetry": telemetry}
@@ -202,7 +206,7 @@ def test_prompts_in_the_log_open_metrics_and_spans_are_configurable(tmp_path: Pa
             refused(client.get("/stats", headers={"x-api-key": ""}), 401)
             assert running.stop() == 0
     # Messages that are sent one after the other are one message with all their spans.
-    exported = ExportTraceServiceRequest.FromString(bytes(collector.traces))
+    exported = ExportTraceServiceRequest.FromString(collector.traces)
     spans = [span for resource in exported.resource_spans for scope in resource.scope_spans for span in scope.spans]
     [span] = [span for span in spans if span.name == "chat echo"]
     values = {entry.key: entry.value for entry in span.attributes}

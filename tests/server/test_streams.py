@@ -2,15 +2,25 @@
 
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.protocols.anthropic_stream import read
-from tests.support.requests import CHAT, COMPLETIONS, SMALLEST, ask, frames, refused, talking, text_of
-from tests.support.server_process import Running, Serving
+from tests.support.requests import (
+    CHAT,
+    COMPLETIONS,
+    SMALLEST,
+    ask,
+    frames,
+    refused,
+    saying,
+    stream_texts,
+    talking,
+    text_of,
+)
+from tests.support.server_process import Running, server_fixture
 
 ROUTES = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 ROSES = "Roses are red, violets are blue."
@@ -22,20 +32,6 @@ def streamed(client: httpx.Client, path: str, /, **fields: Any) -> tuple[httpx.R
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["cache-control"] == "no-cache"
     return response, frames(response.text)
-
-
-def piece(choice: dict[str, Any]) -> str:
-    text: str = choice["text"] if "text" in choice else choice["delta"].get("content", "")
-    return text
-
-
-def texts(chunks: list[Any]) -> dict[int, str]:
-    """The text of every choice of a stream."""
-    found: dict[int, str] = {}
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            found[choice["index"]] = found.get(choice["index"], "") + piece(choice)
-    return found
 
 
 def reasons(chunks: list[Any]) -> dict[int, list[str]]:
@@ -71,22 +67,6 @@ def test_frames_of_a_chat(client: httpx.Client) -> None:
         "[DONE]",
     ]
     assert response.headers["x-request-id"].startswith("chatcmpl-")
-
-
-def test_frames_of_a_completion(client: httpx.Client) -> None:
-    response, sent = streamed(client, COMPLETIONS)
-    stamp = {
-        "id": response.headers["x-request-id"],
-        "object": "text_completion",
-        "created": sent[0]["created"],
-        "model": "echo",
-    }
-
-    def chunk(text: str, finish: str | None = None) -> dict[str, Any]:
-        return {**stamp, "choices": [{"text": text, "index": 0, "logprobs": None, "finish_reason": finish}]}
-
-    assert sent == [chunk("hell"), chunk("o"), chunk("", "stop"), "[DONE]"]
-    assert response.headers["x-request-id"].startswith("cmpl-")
 
 
 USAGE = {
@@ -138,7 +118,7 @@ def test_stream_equals_the_whole_reply(client: httpx.Client, path: str, fields: 
     assert whole.status_code == 200, whole.text
     choices = whole.json()["choices"]
     *chunks, usage, _ = streamed(client, path, stream_options={"include_usage": True}, **fields)[1]
-    assert texts(chunks) == {choice["index"]: text_of(whole, at) for at, choice in enumerate(choices)}
+    assert stream_texts(chunks) == {choice["index"]: text_of(whole, at) for at, choice in enumerate(choices)}
     assert reasons(chunks) == {choice["index"]: [choice["finish_reason"]] for choice in choices}
     assert usage["usage"] == whole.json()["usage"]
 
@@ -155,8 +135,7 @@ def test_finish_reason_length_at_the_effective_limit(client: httpx.Client, path:
     assert path != CHAT or reason(model="poet", max_completion_tokens=1, max_tokens=5) == ("length", 1)
     # The script ends with the context: 20 tokens less those of the prompt.
     long = "x" * 48
-    fields: dict[str, Any] = {"messages": [{"role": "user", "content": long}]} if path == CHAT else {"prompt": long}
-    assert reason(model="short", **fields) == ("length", 8)
+    assert reason(model="short", **saying(path, long)) == ("length", 8)
 
 
 @ROUTES
@@ -166,7 +145,7 @@ def test_choices_are_interleaved(client: httpx.Client, path: str) -> None:
     assert stamp[0] == response.headers["x-request-id"]
     order = [choice["index"] for chunk in sent[:-1] for choice in chunk["choices"]]
     assert all(len(chunk["choices"]) == 1 for chunk in sent[:-1])
-    assert texts(sent[:-1]) == dict.fromkeys(range(2), "tick tick tick t")
+    assert stream_texts(sent[:-1]) == dict.fromkeys(range(2), "tick tick tick t")
     assert reasons(sent[:-1]) == {index: ["length"] for index in range(2)}
     firsts = [order.index(index) for index in range(2)]
     lasts = [len(order) - 1 - order[::-1].index(index) for index in range(2)]
@@ -188,7 +167,7 @@ def test_echo_begins_with_the_prompt(client: httpx.Client, fields: dict[str, Any
     expected = [prompt + reply for prompt in prompts for _ in range(fields.get("n", 1))]
     whole = ask(client, COMPLETIONS, **fields)
     assert [choice["text"] for choice in whole.json()["choices"]] == expected
-    assert texts(streamed(client, COMPLETIONS, **fields)[1][:-1]) == dict(enumerate(expected))
+    assert stream_texts(streamed(client, COMPLETIONS, **fields)[1][:-1]) == dict(enumerate(expected))
 
 
 @ROUTES
@@ -198,7 +177,7 @@ def test_late_failure_is_an_error_frame_and_no_end(client: httpx.Client, path: s
     assert "error" in several[-1]
     _, sent = streamed(client, path, model="failing", stream_options={"include_usage": True})
     *chunks, last = sent
-    assert texts(chunks) == {0: "one two "}
+    assert stream_texts(chunks) == {0: "one two "}
     assert reasons(chunks) == {0: []}
     assert list(last) == ["error"]
     assert last["error"]["type"] == last["error"]["code"] == "inference_error"
@@ -228,10 +207,8 @@ def test_tokens_are_sent_immediately(client: httpx.Client, path: str) -> None:
     assert arrivals[-1] - arrivals[0] > 0.4
 
 
-@pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
-    """A server with a short keep-alive interval."""
-    config = {
+quiet = server_fixture(
+    {
         "models": {
             "slow-to-start": {"engine": "scripted", "prefill_seconds": 1.3},
             "slow": {"engine": "scripted", "tokens_per_second": 0.8},
@@ -246,8 +223,8 @@ def quiet(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterato
         },
         "limits": {"keepalive_seconds": 0.5, "queue_seconds": 1.2},
     }
-    with serving(tmp_path_factory.mktemp("quiet"), config) as running:
-        yield running
+)
+"""A server with a short keep-alive interval."""
 
 
 class TestKeepAlive:
@@ -263,7 +240,7 @@ class TestKeepAlive:
         assert comments.count(": keep-alive\n\n") >= 1
         assert comments.replace(": keep-alive\n\n", "") == ""
         sent = frames(text)
-        assert texts(sent[:-2]) == {0: "hello"}
+        assert stream_texts(sent[:-2]) == {0: "hello"}
         assert sent[-1] == "[DONE]"
         if path == CHAT:
             assert sent[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -280,7 +257,7 @@ class TestKeepAlive:
             response, sent = streamed(client, CHAT, model="slow")
         first, second = response.text.index('"hell"'), response.text.index('"o"')
         assert ": keep-alive\n\n" in response.text[first:second]
-        assert texts(sent[:-1]) == {0: "hello"}
+        assert stream_texts(sent[:-1]) == {0: "hello"}
 
     def test_no_comments_while_tokens_arrive(self, quiet: Running) -> None:
         with talking(quiet) as client:

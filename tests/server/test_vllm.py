@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.requests import frames
 from tests.support.server_process import Running, Serving
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-vllm.md"
@@ -50,12 +51,9 @@ def ask(running: Running, text: str, **fields: object) -> httpx.Response:
 
 def streamed(running: Running, text: str) -> list[str]:
     """The pieces of a reply, frame by frame."""
-    body = {"model": "org/tiny", "messages": [{"role": "user", "content": text}], "stream": True}
-    with httpx.stream("POST", f"{running.url}/v1/chat/completions", json=body, timeout=30, trust_env=False) as reply:
-        data = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
-    assert data.pop() == "[DONE]"
-    frames = [json.loads(entry) for entry in data]
-    return [frame["choices"][0]["delta"].get("content") or "" for frame in frames if frame["choices"]]
+    *chunks, done = frames(ask(running, text, stream=True).text)
+    assert done == "[DONE]"
+    return [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"]]
 
 
 @pytest.mark.usefixtures("stand_in")

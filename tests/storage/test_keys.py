@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -79,23 +80,19 @@ def test_reading_creates_no_file(store: KeyStore) -> None:
 
 
 def test_reader_detects_every_change(store: KeyStore) -> None:
-    with KeyReader(store.path) as reader:
-        assert not reader.has_changed()
+    with closing(KeyReader(store.path)) as reader:
+        assert reader.read_changes() is None
         _, first = store.create("anna")
-        assert reader.has_changed()
-        assert reader.keys() == [first]
-        assert not reader.has_changed()
-        store.create("berta")
-        assert reader.has_changed()
-        assert len(reader.keys()) == 2
+        assert reader.read_changes() == [first]
+        assert reader.read_changes() is None
+        _, second = store.create("berta")
+        assert reader.read_changes() == [first, second]
         store.revoke(first.id)
-        assert reader.has_changed()
-        assert reader.keys()[0].revoked is not None
+        assert [key.revoked is not None for key in reader.read_changes() or ()] == [True, False]
         store.path.unlink()
-        assert not reader.has_changed()
+        assert reader.read_changes() is None
         _, last = store.create("carla")
-        assert reader.has_changed()
-        assert reader.keys() == [last]
+        assert reader.read_changes() == [last]
 
 
 def test_invalid_database_file(store: KeyStore) -> None:
@@ -105,8 +102,8 @@ def test_invalid_database_file(store: KeyStore) -> None:
         store.all()
     with pytest.raises(ConfigError, match="cannot be written"):
         store.create("anna")
-    with KeyReader(store.path) as reader, pytest.raises(StorageUnavailable):
-        reader.keys()
+    with closing(KeyReader(store.path)) as reader, pytest.raises(StorageUnavailable):
+        reader.read_changes()
     assert store.path.read_bytes().startswith(b"this is no database")
 
 
@@ -148,13 +145,12 @@ def test_the_first_read_waits_for_a_writer(store: KeyStore) -> None:
     writer.execute("BEGIN EXCLUSIVE")
     timer = threading.Timer(0.5, writer.rollback)
     timer.start()
-    with KeyReader(store.path) as reader:
-        assert reader.has_changed()
-        assert len(reader.keys()) == 1
+    with closing(KeyReader(store.path)) as reader:
+        assert len(reader.read_changes() or ()) == 1
         timer.join()
         writer.execute("BEGIN EXCLUSIVE")
         began = time.monotonic()
         with pytest.raises(StorageUnavailable):
-            reader.keys()
+            reader.read_changes()
         assert time.monotonic() - began < 5
     writer.close()

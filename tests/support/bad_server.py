@@ -1,8 +1,8 @@
-"""A server that plays bytes, and a table of what real ones have been seen to do.
+"""A server that plays scripted bytes, and a table of answers that real servers have been seen to give.
 
-A script is what one request is answered with: bytes to write, seconds to wait, or one of the acts below. Every request
-gets the next script of its path, and the last of them again and again. A row of the table says what a client makes of a
-script, and how often it may ask; the rows are about chat completions, and do not care whether a stream was asked for.
+A script answers one request: bytes to write, seconds to wait, or one of the acts below. Each request gets the next
+script of its path; the last one repeats. A row of the table has the result that a client must report, and the number
+of attempts that it may make. The rows are chat completions, with or without streaming.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import struct
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -40,6 +40,8 @@ Act = Literal["close", "reset", "hang"]
 """Close the connection; reset it; send nothing more until the client disconnects."""
 Step = bytes | float | Act
 Script = Sequence[Step]
+Playable = Iterable[Step] | Callable[[str, bytes], Iterable[Step]]
+"""A script, or a function that makes one from the head and the body of the request."""
 CHAT = "/v1/chat/completions"
 SILENCE = 0.8
 """Client timeout in seconds for a server that hangs."""
@@ -48,7 +50,7 @@ SILENCE = 0.8
 class BadServer:
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self._tls = tls
-        self.scripts: dict[str, Sequence[Iterable[Step]]] = {}
+        self.scripts: dict[str, Sequence[Playable]] = {}
         self.requests: defaultdict[str, list[bytes]] = defaultdict(list)
         """The bodies, by path."""
         self.heads: list[str] = []
@@ -76,14 +78,15 @@ class BadServer:
     @property
     def silence(self) -> float:
         """Client timeout in seconds: long unless a script hangs, because a loaded machine is slow."""
-        hangs = any("hang" in script for scripts in self.scripts.values() for script in scripts)
+        played = (script for scripts in self.scripts.values() for script in scripts)
+        hangs = any("hang" in script for script in played if not callable(script))
         return SILENCE if hangs else 60.0
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}" if self._tls is None else f"https://localhost:{self.port}"
 
-    def play(self, *scripts: Iterable[Step], path: str = CHAT) -> None:
+    def play(self, *scripts: Playable, path: str = CHAT) -> None:
         """Play only this from now on."""
         self.scripts = {}
         self.requests.clear()
@@ -91,7 +94,7 @@ class BadServer:
         self.left.clear()
         self.also(*scripts, path=path)
 
-    def also(self, *scripts: Iterable[Step], path: str) -> None:
+    def also(self, *scripts: Playable, path: str) -> None:
         self.scripts[path] = scripts
 
     async def _stop(self) -> None:
@@ -115,15 +118,20 @@ class BadServer:
 
     async def _answered(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Whether the connection stays open for another request."""
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+        sent = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        head = sent.lower()
         self.heads.append(head)
         path = head.split(" ")[1].partition("?")[0]
         length = next((line for line in head.split("\r\n") if line.startswith("content-length:")), "content-length: 0")
         body = await reader.readexactly(int(length.partition(":")[2]))
-        scripts = self.scripts.get(path, [NOT_FOUND])
-        script = scripts[min(len(self.requests[path]), len(scripts) - 1)]
+        script = self.script_for(path)
         self.requests[path].append(body)
-        return await self._played(script, reader, writer)
+        return await self._played(script(sent, body) if callable(script) else script, reader, writer)
+
+    def script_for(self, path: str) -> Playable:
+        """The script of the next request; `heads` has its head already."""
+        scripts = self.scripts.get(path, [NOT_FOUND])
+        return scripts[min(len(self.requests[path]), len(scripts) - 1)]
 
     async def _played(self, script: Iterable[Step], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         for step in script:

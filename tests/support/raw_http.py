@@ -11,6 +11,8 @@ import httpx
 from tests.support.requests import PATIENCE, SMALLEST
 from tests.support.server_process import Running
 
+HOST = b"Host: localhost\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"
 STREAM_END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 
 

@@ -15,8 +15,20 @@ from tests.support.server_process import Running
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
-SMALLEST: dict[str, dict[str, Any]] = {CHAT: {"messages": HELLO}, COMPLETIONS: {"prompt": "hello"}}
-"""The smallest body of each route."""
+SMALLEST: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HELLO},
+    f"{CHAT}/render": {"messages": HELLO},
+    COMPLETIONS: {"prompt": "hello"},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 5},
+    "/v1/messages/count_tokens": {"messages": HELLO},
+    "/v1/responses": {"input": "hello"},
+    "/v1/responses/input_tokens": {"input": "hello"},
+    "/v1/embeddings": {"input": "hello"},
+    "/v1/rerank": {"query": "hello", "documents": ["hello"]},
+    "/tokenize": {"prompt": "hello"},
+    "/detokenize": {"tokens": [1]},
+}
+"""The smallest body of each route that uses a model."""
 
 JSON_BODY = {"content-type": "application/json"}
 PATIENCE = 60.0
@@ -31,12 +43,16 @@ def talking(running: Running, headers: Mapping[str, str] | None = None) -> Itera
         yield client
 
 
+def in_process(app: Any, **options: Any) -> httpx.AsyncClient:
+    """A client of an app in this process."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", **options)
+
+
 def talk(app: Any, script: Callable[[httpx.AsyncClient], Any]) -> Any:
     """Run a script with a client of an app in this process."""
 
     async def run() -> Any:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with in_process(app) as client:
             return await script(client)
 
     return asyncio.run(run())
@@ -44,6 +60,11 @@ def talk(app: Any, script: Callable[[httpx.AsyncClient], Any]) -> Any:
 
 def ask(client: httpx.Client, path: str, /, **fields: Any) -> httpx.Response:
     return client.post(path, json=SMALLEST[path] | fields)
+
+
+def saying(path: str, text: str) -> dict[str, Any]:
+    """The fields of a chat or a completion with this text."""
+    return {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
 
 
 def text_of(response: httpx.Response, choice: int = 0) -> str:
@@ -79,6 +100,16 @@ def frames(body: str) -> list[Any]:
     return [entry if entry == "[DONE]" else json.loads(entry) for entry in data]
 
 
+def stream_texts(chunks: list[Any]) -> dict[int, str]:
+    """The text of every choice of a stream."""
+    found: dict[int, str] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            piece = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            found[choice["index"]] = found.get(choice["index"], "") + piece
+    return found
+
+
 def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -96,6 +127,17 @@ def listened_on(path: Path) -> bool:
             return probe.connect_ex(str(path)) == 0
 
     return eventually(listens)
+
+
+def unix_client(path: Path) -> Callable[[int], httpx.Client]:
+    """How `serving_at` connects to a server at a Unix socket."""
+
+    def connect(_: int) -> httpx.Client:
+        assert listened_on(path)
+        transport = httpx.HTTPTransport(uds=str(path))
+        return httpx.Client(base_url="http://localhost", transport=transport, timeout=PATIENCE)
+
+    return connect
 
 
 def under_way(running: Running, model: str, count: int = 1, waiting: int = 0) -> None:

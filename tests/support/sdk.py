@@ -29,7 +29,7 @@ def async_sdk(running: Running) -> AsyncOpenAI:
 
 
 @dataclass
-class Asking:
+class ModelClient:
     """A client with one model. By default it requests few tokens at temperature 0."""
 
     client: OpenAI

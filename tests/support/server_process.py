@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
-from tools.server import Server, plain_client, run_server
+import pytest
+from tools.server import FRONT_END_MODULE, Server, plain_client, process_tree, run_server
 from tools.server import command_of as command_of
 
 from dragoman.files import sources
@@ -29,11 +30,20 @@ class Running(Server):
         return [json.loads(line) for line in self.event_log.read_text().splitlines()]
 
     def children(self) -> list[int]:
-        return self.processes()[1:]
+        return children_of(self.process.pid)
 
     def fronts(self) -> list[int]:
         """The processes that accept connections."""
         return self.front_ends()
+
+
+def children_of(pid: int) -> list[int]:
+    """All descendants of a process."""
+    return process_tree(pid)[1:]
+
+
+def fronts_of(pid: int) -> list[int]:
+    return sorted(child for child in children_of(pid) if FRONT_END_MODULE in command_of(child))
 
 
 def has_ended(pid: int) -> bool:
@@ -55,6 +65,17 @@ def serving(folder: Path, config: Mapping[str, Any], *flags: str, workers: int =
     """`dragoman serve` with this configuration, ready for use until the end of the block."""
     with serving_at(folder, config, plain_client, *flags, workers=workers) as (running, _):
         yield running
+
+
+def server_fixture(config: Mapping[str, Any], *flags: str) -> Any:
+    """A fixture of the tests of a module: one server with this configuration, in the arrangement of the test."""
+
+    @pytest.fixture(scope="module")
+    def server(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Iterator[Running]:
+        with serving(tmp_path_factory.mktemp("server"), config, *flags) as running:
+            yield running
+
+    return server
 
 
 @contextmanager

@@ -3,13 +3,13 @@
 import asyncio
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 from dragoman.core.engine import stream_events
 from dragoman.core.events import Event
 from dragoman.core.request import GenerationRequest, Message, Text
 from dragoman.ipc.worker_engine import WorkerEngine
 from tests.support.requests import PATIENCE
+from tests.support.server_process import children_of, has_ended
 
 
 def ask(text: str) -> GenerationRequest:
@@ -28,20 +28,8 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    return not has_ended(pid)
 
 
 def children() -> set[int]:
-    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
-    return {int(pid) for task in tasks for pid in _started_by(task)}
-
-
-def _started_by(task: Path) -> list[str]:
-    try:
-        return (task / "children").read_text().split()
-    except FileNotFoundError:
-        # The thread has just ended.
-        return []
+    return set(children_of(os.getpid()))

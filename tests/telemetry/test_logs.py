@@ -8,10 +8,14 @@ from dragoman.core.logs import TEXT, JsonFormatter, TextFormatter
 from dragoman.server.telemetry.metrics import RequestRecord
 
 
-def line(message: str, *values: object, **fields: object) -> dict[str, object]:
+def log_record(message: str, values: tuple[object, ...], fields: dict[str, object]) -> logging.LogRecord:
     record = logging.LogRecord("dragoman.x", logging.WARNING, "file", 1, message, values, None)
     record.__dict__.update(fields)
-    text = JsonFormatter().format(record)
+    return record
+
+
+def line(message: str, *values: object, **fields: object) -> dict[str, object]:
+    text = JsonFormatter().format(log_record(message, values, fields))
     assert "\n" not in text
     found: dict[str, object] = json.loads(text)
     return found
@@ -44,9 +48,7 @@ def test_json_line_with_request_and_exception() -> None:
 
 
 def text_line(message: str, *values: object, **fields: object) -> str:
-    record = logging.LogRecord("dragoman.x", logging.WARNING, "file", 1, message, values, None)
-    record.__dict__.update(fields)
-    return TextFormatter(TEXT).format(record)
+    return TextFormatter(TEXT).format(log_record(message, values, fields))
 
 
 FORGED = "/a\nINFO dragoman: ready\r\x1b[2J\x9b31m\u202e\u2028é"
@@ -69,5 +71,5 @@ def test_lines_of_a_traceback_are_indented() -> None:
 
 def test_json_lines_escape_all_control_characters() -> None:
     assert line("request for %s", FORGED)["message"] == f"request for {FORGED}"
-    record = logging.LogRecord("dragoman.x", logging.WARNING, "file", 1, "%s", (FORGED,), None)
-    assert not set("\n\r\x1b\x9b\u202e\u2028") & set(JsonFormatter().format(record))
+    text = JsonFormatter().format(log_record("%s", (FORGED,), {}))
+    assert not set("\n\r\x1b\x9b\u202e\u2028") & set(text)

@@ -42,11 +42,6 @@ ALIAS_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/*?-]+")
 HOST = re.compile(r"[A-Za-z0-9._:%-]+")
 HOST_NAME = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 ORIGIN = re.compile(rf"\*|null|[A-Za-z][A-Za-z0-9+.-]*://({HOST_NAME.pattern})(:[0-9]+)?/?")
-SETTING_FLAGS = (
-    *("default", "models_dir", "memory", "keep_alive", "host", "port", "api_keys", "strict", "event_log", "workers"),
-    *("socket", "layout", "protocols"),
-)
-"""Flags that have the name of the setting."""
 HTTP_URL = re.compile(r"https?://[^/?#\s]+(/\S*)?")
 
 
@@ -77,9 +72,10 @@ class Flags(msgspec.Struct, frozen=True):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The values of flags that set one key of the configuration."""
-        given = ((name, getattr(self, name)) for name in SETTING_FLAGS)
-        settings = {name: value for name, value in given if value or type(value) is int}
+        """The values of flags that set one key of the configuration: those that have the name of a setting, and TLS."""
+        names = set(Flags.__struct_fields__) & set(Settings.__struct_fields__) - {"models", "aliases"}
+        given = {name: getattr(self, name) for name in names}
+        settings = {name: value for name, value in given.items() if value or type(value) is int}
         tls = {"certificate": self.tls_certificate, "key": self.tls_key}
         return settings | ({"tls": tls} if any(tls.values()) else {})
 
@@ -101,10 +97,8 @@ class LoadedConfig(msgspec.Struct, frozen=True):
     locations: Locations
 
 
-def load_settings(
-    path: str | None, flags: Flags, environ: Mapping[str, str], *, offered: Sequence[str] = ()
-) -> Settings:
-    return load(path, flags, environ, offered=offered).settings
+def load_settings(path: str | None, flags: Flags, environ: Mapping[str, str]) -> Settings:
+    return load(path, flags, environ).settings
 
 
 def load(path: str | None, flags: Flags, environ: Mapping[str, str], *, offered: Sequence[str] = ()) -> LoadedConfig:

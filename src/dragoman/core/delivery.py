@@ -1,15 +1,14 @@
 """Delivery of events from an engine to its listener, in the event loop.
 
-    EventQueue        between callbacks that produce events and one consumer
-    deliver_outputs   runs an engine that is written as a generator
+    EventQueue        between callbacks that produce events and one listener
+    complete_events   runs an engine that is written as a generator
     pull_events       turns a delivery into an async generator
 
 Rules
-1. Events that were put into a queue before the end or an error are returned first; later ones are dropped.
-2. `take` returns at least one event, or nothing at the end. An empty `put` does not wake the consumer.
-3. `EventQueue.deliver` calls the listener from within `put`. Waking a task per event list is too slow for an engine
+1. Events that were put into a queue before the end or an error are delivered first; later ones are dropped.
+2. `EventQueue.deliver` calls the listener from within `put`. Waking a task per event list is too slow for an engine
    that advances hundreds of requests in one step. Events are queued only while the listener has asked to wait.
-4. A generator may yield text, events or lists of them, and may leave out `Started` and `Finished`. A plain generator
+3. A generator may yield text, events or lists of them, and may leave out `Started` and `Finished`. A plain generator
    runs in a thread of its own.
 """
 
@@ -17,11 +16,13 @@ import asyncio
 import inspect
 import logging
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import aclosing
+from concurrent.futures import Future
+from typing import Any
 
 from dragoman.core.errors import DragomanError, engine_failure
-from dragoman.core.events import Event, Finished, Listener, Started, TextDelta, notify
+from dragoman.core.events import Event, Finished, Listener, Started, TextDelta
 from dragoman.core.request import GenerationRequest
 
 log = logging.getLogger("dragoman.engine")
@@ -70,20 +71,9 @@ class EventQueue:
         self._notify()
 
     def fail(self, error: Exception) -> None:
-        """Raise this error in `take` or `deliver`, after all events before it."""
+        """Raise this error in `deliver`, after all events before it."""
         self._error = error
         self._notify()
-
-    async def take(self) -> Sequence[Event]:
-        """Wait for events and return all of them; nothing at the end."""
-        while not self._events:
-            if self._error is not None:
-                raise self._error
-            if self._ended:
-                return ()
-            await self._wait()
-        taken, self._events = self._events, []
-        return taken
 
     async def deliver(self, listener: Listener) -> None:
         """Pass all events to a listener, until the end."""
@@ -93,8 +83,9 @@ class EventQueue:
                 pause = listener(taken)
             else:
                 self._listener = listener
+                self._wake = asyncio.get_running_loop().create_future()
                 try:
-                    await self._wait()
+                    await self._wake
                 except asyncio.CancelledError:
                     if inspect.iscoroutine(self._pause):
                         # Nothing will await it now.
@@ -113,10 +104,6 @@ class EventQueue:
             finally:
                 del error
 
-    async def _wait(self) -> None:
-        self._wake = asyncio.get_running_loop().create_future()
-        await self._wake
-
     def _notify(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
@@ -125,81 +112,64 @@ class EventQueue:
 async def pull_events(
     deliver: Callable[[Listener], Coroutine[None, None, None]],
 ) -> AsyncGenerator[Sequence[Event], None]:
-    """Turn a delivery into an async generator. The producer waits until each batch has been read."""
-    queue, is_read = EventQueue(), asyncio.Event()
+    """Turn a delivery into an async generator. The producer is at most one batch ahead of the reader."""
+    batches: asyncio.Queue[Sequence[Event]] = asyncio.Queue(1)
 
-    async def wait_until_read() -> None:
-        await is_read.wait()
-
-    def put(events: Sequence[Event]) -> Awaitable[None]:
-        is_read.clear()
-        queue.put(events)
-        return wait_until_read()
-
-    async def produce() -> None:
+    async def produce() -> Exception | None:
+        error = None
         try:
-            await deliver(put)
-            queue.end()
-        except Exception as error:  # noqa: BLE001 (the reader raises it)
-            queue.fail(error)
+            await deliver(batches.put)
+        except Exception as raised:  # noqa: BLE001 (the reader raises it)
+            error = raised
+        # An empty batch is the end.
+        await batches.put(())
+        return error
 
     producer = asyncio.create_task(produce())
     try:
-        while batch := await queue.take():
+        while batch := await batches.get():
             yield batch
-            is_read.set()
+        if (error := await producer) is not None:
+            raise error
     finally:
         producer.cancel()
         await asyncio.gather(producer, return_exceptions=True)
 
 
-async def deliver_outputs(generate: Generate, request: GenerationRequest, listener: Listener) -> None:
-    """Call `listener` with the events of one generation in non-empty lists, `Started` first and `Finished` last."""
-    async with aclosing(_complete_events(generate, request)) as batches:
-        async for events in batches:
-            await notify(listener, events)
-
-
-async def _complete_events(generate: Generate, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
+async def complete_events(generate: Generate, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
+    """Yield the events of one generation in non-empty lists, `Started` first and `Finished` last."""
     try:
         source = generate(request)
-        outputs = source.__aiter__() if isinstance(source, AsyncIterable) else _in_thread(source)
+        is_async = isinstance(source, AsyncIterable)
+        outputs: Any = source.__aiter__() if isinstance(source, AsyncIterable) else _in_thread(source)
         started = False
         try:
             async for output in outputs:
-                events = _to_events(output)
+                events: Sequence[Event] = _to_events(output) if is_async else output
                 if not events:
                     continue
                 if not started:
                     started = True
                     if type(events[0]) is not Started:
                         events = [Started(), *events]
-                finished = _through_finished(events)
-                yield finished or events
-                if finished:
-                    return
+                for at, event in enumerate(events, 1):
+                    if type(event) is Finished:
+                        yield events[:at]
+                        return
+                yield events
             yield [Finished()] if started else [Started(), Finished()]
         finally:
             if isinstance(outputs, AsyncGenerator):
                 await outputs.aclose()
     except DragomanError:
         raise
-    except asyncio.CancelledError as error:
+    except (Exception, asyncio.CancelledError) as error:
         task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
-        # The request was not cancelled: a task inside the engine was.
+        # Any other CancelledError comes from a task inside the engine: the request was not cancelled.
         log.exception("request %s: the engine raised", request.id)
         raise engine_failure(error) from error
-    except Exception as error:
-        log.exception("request %s: the engine raised", request.id)
-        raise engine_failure(error) from error
-
-
-def _through_finished(events: Sequence[Event]) -> Sequence[Event]:
-    """The events up to and including `Finished`; empty if there is no `Finished`."""
-    end = next((at for at, event in enumerate(events, 1) if type(event) is Finished), 0)
-    return events[:end]
 
 
 def _to_events(output: Output) -> Sequence[Event]:
@@ -220,18 +190,14 @@ def _to_event(output: object) -> Event:
 
 async def _in_thread(source: Iterable[Output]) -> AsyncGenerator[Sequence[Event], None]:
     """Run a plain generator in a thread, at most MAX_BACKLOG outputs ahead of the reader."""
-    iterator, loop, queue = iter(source), asyncio.get_running_loop(), EventQueue()
+    iterator, loop = iter(source), asyncio.get_running_loop()
+    ready, has_news = deque[Sequence[Event]](), asyncio.Event()
     capacity, is_closed = threading.Semaphore(MAX_BACKLOG), threading.Event()
-    unread = 0
+    outcome: Future[None] = Future()
 
-    def put(events: Sequence[Event]) -> None:
-        nonlocal unread
-        unread += 1
-        queue.put(events)
-
-    def call_in_loop(function: Callable[..., None], *arguments: object) -> None:
+    def wake_reader() -> None:
         try:
-            loop.call_soon_threadsafe(function, *arguments)
+            loop.call_soon_threadsafe(has_news.set)
         except RuntimeError:
             # The event loop is closed.
             is_closed.set()
@@ -241,7 +207,10 @@ async def _in_thread(source: Iterable[Output]) -> AsyncGenerator[Sequence[Event]
             # Empty outputs never reach the reader, so the reader could not release their capacity.
             if events := _to_events(output):
                 capacity.acquire()
-                call_in_loop(put, events)
+                ready.append(events)
+                # A reader that was woken for an earlier entry takes this one too.
+                if len(ready) == 1:
+                    wake_reader()
             if is_closed.is_set():
                 return
 
@@ -251,16 +220,26 @@ async def _in_thread(source: Iterable[Output]) -> AsyncGenerator[Sequence[Event]
         if closing_error is not None:
             log.error("the engine's generator raised an exception while closing", exc_info=closing_error)
         if error is None:
-            call_in_loop(queue.end)
+            outcome.set_result(None)
         else:
-            call_in_loop(queue.fail, error)
+            outcome.set_exception(error)
+        wake_reader()
 
     threading.Thread(target=run, name="dragoman-generate", daemon=True).start()
     try:
-        while batch := await queue.take():
-            capacity.release(unread)
-            unread = 0
-            yield batch
+        is_last = False
+        while not is_last:
+            await has_news.wait()
+            has_news.clear()
+            # Read first: what the thread adds before its end is in the last batch.
+            is_last = outcome.done()
+            batch: list[Event] = []
+            while ready:
+                batch += ready.popleft()
+                capacity.release()
+            if batch:
+                yield batch
+        outcome.result()
     finally:
         is_closed.set()
         capacity.release()

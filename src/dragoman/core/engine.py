@@ -7,6 +7,7 @@ text; it never sees HTTP, SSE or JSON.
 import asyncio
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import ClassVar, Protocol, Self, TypeVar
 
@@ -23,6 +24,8 @@ T = TypeVar("T")
 Output = delivery.Output
 
 EmbedFunction = Callable[[Sequence[Input]], Sequence[Embedding] | Awaitable[Sequence[Embedding]]]
+
+PutProgress = Callable[[msgspec.Raw], None]
 
 FEATURES_BY_METHOD = {
     "generate": (Feature.CHAT, Feature.COMPLETION),
@@ -56,14 +59,8 @@ class RenderedPrompt(msgspec.Struct, frozen=True):
     format: str
 
 
-class ProgressSink(Protocol):
-    """Receives the encoded progress of generations that belong to another process."""
-
-    def put(self, progress: msgspec.Raw) -> None: ...
-
-
 class WorkerControl(Protocol):
-    """The worker process of an engine, as the server sees it."""
+    """The worker process of an engine, as the server sees it. `PutProgress` receives encoded progress."""
 
     @property
     def pid(self) -> int | None: ...
@@ -78,11 +75,11 @@ class WorkerControl(Protocol):
 
     async def wait_until_running(self) -> object: ...
 
-    def forward(self, sink: ProgressSink, key: int, request: msgspec.Raw) -> bool:
+    def forward(self, put: PutProgress, key: int, request: msgspec.Raw) -> bool:
         """Start a generation for another process, which has chosen a unique key for it. Return False if the worker
         does not run yet."""
 
-    async def forward_when_running(self, sink: ProgressSink, key: int, request: msgspec.Raw) -> None:
+    async def forward_when_running(self, put: PutProgress, key: int, request: msgspec.Raw) -> None:
         """Wait for the worker and do the same."""
 
     def stop_forwarding(self, key: int) -> None:
@@ -163,10 +160,11 @@ class Engine:
 
     def supports(self) -> frozenset[str]:
         """Return the names of the features that the engine has; see `Feature`."""
-        overridden = (
-            method for method in FEATURES_BY_METHOD if getattr(type(self), method) is not getattr(Engine, method)
-        )
-        return frozenset(feature for method in overridden for feature in FEATURES_BY_METHOD[method])
+        found: set[str] = set()
+        for method, features in FEATURES_BY_METHOD.items():
+            if getattr(type(self), method) is not getattr(Engine, method):
+                found.update(features)
+        return frozenset(found)
 
     async def start(self) -> None:
         """Load the model. Called before the first request, and again after `stop` when the model is reloaded."""
@@ -184,7 +182,11 @@ class Engine:
         The program calls only this method; by default it runs `generate`. An exception of the listener, or
         cancellation, ends the generation and propagates to the caller.
         """
-        await delivery.deliver_outputs(self.generate, request, listener)
+        async with aclosing(delivery.complete_events(self.generate, request)) as batches:
+            async for events in batches:
+                pause = listener(events)
+                if pause is not None:
+                    await pause
 
     def render(self, request: GenerationRequest) -> RenderedPrompt | Awaitable[RenderedPrompt]:
         """Return the prompt that `generate` would use."""

@@ -32,7 +32,7 @@ Dragoman would return to its caller.
 """
 
 import re
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import msgspec
 
@@ -118,6 +118,13 @@ class ContextTooLong(BadRequest, code="context_length_exceeded"):
         super().__init__(message, param=param)
         self.tokens = tokens
         self.limit = limit
+
+    @classmethod
+    def of(cls, context: int, tokens: int, param: str, *, before: str = "", after: str = "") -> Self:
+        """The error for a prompt that leaves no room for a reply in the context, or for an input to embed."""
+        kind, limit = ("input", context) if param == "input" else ("prompt", context - 1)
+        message = f"this model's maximum context length is {context} tokens, but the {kind} has {before}{tokens}{after}"
+        return cls(message, param=param, tokens=tokens, limit=limit)
 
 
 class NoRoomForReply(ContextTooLong):

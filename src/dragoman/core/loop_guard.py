@@ -17,7 +17,7 @@ HEADER = "x-dragoman-via"
 HEADER_BYTES = HEADER.encode()
 MAX_HOPS = 32
 _IDS = re.compile(rb"[0-9a-f]{16}(?:,[0-9a-f]{16})*")
-_path: ContextVar[str] = ContextVar("path", default="")
+stored_path: ContextVar[str] = ContextVar("path", default="")
 
 
 def new_id() -> str:
@@ -27,11 +27,11 @@ def new_id() -> str:
 def store_path_header(header: bytes | None) -> None:
     """Store the header of the current request in its context."""
     is_valid = header is not None and len(header) <= 17 * (MAX_HOPS + 1) and _IDS.fullmatch(header) is not None
-    _path.set(header.decode() if header is not None and is_valid else "")
+    stored_path.set(header.decode() if header is not None and is_valid else "")
 
 
 def check(own: str, model: str) -> None:
-    ids = _path.get().split(",")
+    ids = stored_path.get().split(",")
     if own in ids or len(ids) > MAX_HOPS:
         message = f"model '{model}' leads back to itself: its upstream server forwards to this one; check its address"
         raise LoopDetected(message)
@@ -39,5 +39,5 @@ def check(own: str, model: str) -> None:
 
 def add_own_id(own: str) -> str:
     """Return the header for a forwarded request."""
-    before = _path.get()
+    before = stored_path.get()
     return f"{before},{own}" if before else own

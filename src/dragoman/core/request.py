@@ -74,6 +74,14 @@ class Message(msgspec.Struct, frozen=True):
         return "".join([_visible_text(part) for part in self.parts])
 
     @property
+    def reasoning(self) -> str:
+        return "".join([part.text for part in self.parts if isinstance(part, Reasoning)])
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return tuple([part for part in self.parts if isinstance(part, ToolCall)])
+
+    @property
     def images(self) -> list[Image]:
         """The images of this message, including those in tool results."""
         inner = [part for result in self.parts if isinstance(result, ToolResult) for part in result.content]

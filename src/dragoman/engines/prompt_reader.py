@@ -170,31 +170,19 @@ class PromptReader:
         if not tokens:
             raise BadRequest("the prompt is empty", param=_param(request))
         if tokens > self.context:
-            raise self._too_long(request, tokens)
+            raise ContextTooLong.of(self.context, tokens, _param(request))
         if tokens + self.min_reply_tokens(request) > self.context:
-            raise self._too_long(request, tokens, after=": the reply needs at least one", error=NoRoomForReply)
+            raise NoRoomForReply.of(self.context, tokens, _param(request), after=": the reply needs at least one")
 
     def min_reply_tokens(self, request: GenerationRequest) -> int:
         """Minimum number of reply tokens that must fit in the context."""
         return 1
 
-    def _too_long(
-        self,
-        request: GenerationRequest,
-        tokens: int,
-        before: str = "",
-        after: str = "",
-        error: type[ContextTooLong] = ContextTooLong,
-    ) -> ContextTooLong:
-        length = f"this model's maximum context length is {self.context} tokens"
-        message = f"{length}, but the prompt has {before}{tokens}{after}"
-        return error(message, param=_param(request), tokens=tokens, limit=self.context - 1)
-
     def _check_length(self, request: GenerationRequest, texts: Iterable[str]) -> None:
         size = sum(len(text.encode("utf-8", "replace")) for text in texts)
         least = -(-size // self.model.longest_piece)
         if least > self.context:
-            raise self._too_long(request, least, "at least ")
+            raise ContextTooLong.of(self.context, least, _param(request), before="at least ")
 
     def _read_tokens(self, request: GenerationRequest) -> PromptTokens:
         prompt = request.prompt
@@ -248,20 +236,15 @@ def read_embedding_input(model: Vocabulary, entry: Input, context: int) -> Seque
         size = len(entry.encode("utf-8", "replace"))
         least = -(-size // model.longest_piece)
         if least > context and size > MAX_UNCHECKED_BYTES:
-            raise _input_too_long(context, least, "at least ")
+            raise ContextTooLong.of(context, least, "input", before="at least ")
         entry = tuple(model.tokenize_text(entry))
     else:
         check_tokens(model, entry, "input")
     if not entry:
         raise BadRequest("the input is empty", param="input")
     if len(entry) > context:
-        raise _input_too_long(context, len(entry))
+        raise ContextTooLong.of(context, len(entry), "input")
     return entry
-
-
-def _input_too_long(context: int, tokens: int, prefix: str = "") -> ContextTooLong:
-    message = f"this model's maximum context length is {context} tokens, but the input has {prefix}{tokens}"
-    return ContextTooLong(message, param="input", tokens=tokens, limit=context)
 
 
 def check_tokens(model: Vocabulary, tokens: Iterable[int], param: str) -> None:

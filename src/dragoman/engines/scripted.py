@@ -147,7 +147,7 @@ class ScriptedEngine(Engine):
             words, tokens = Counter(map(str, entry)), len(entry)
         context = self.options.context
         if context is not None and tokens > context:
-            raise _too_long(context, tokens, context, "input")
+            raise ContextTooLong.of(context, tokens, "input")
         total = [0.0] * self.options.dimensions
         for word, times in words.items():
             hashed = hashlib.shake_128(word.encode("utf-8", "replace")).digest(len(total))
@@ -186,7 +186,7 @@ class ScriptedEngine(Engine):
         if context is None:
             return request.max_tokens
         if prompt_tokens >= context:
-            raise _too_long(context, prompt_tokens, context - 1, "messages" if request.messages else "prompt")
+            raise ContextTooLong.of(context, prompt_tokens, "messages" if request.messages else "prompt")
         left = context - prompt_tokens
         return left if request.max_tokens is None else min(left, request.max_tokens)
 
@@ -205,12 +205,6 @@ class ScriptedEngine(Engine):
 def _yield_to_loop() -> Generator[None, None, None]:
     """Yield to the event loop, like `asyncio.sleep(0)` without its coroutine."""
     yield
-
-
-def _too_long(context: int, tokens: int, limit: int, param: str) -> ContextTooLong:
-    kind = "input" if param == "input" else "prompt"
-    message = f"this model's maximum context length is {context} tokens, but the {kind} has {tokens}"
-    return ContextTooLong(message, param=param, tokens=tokens, limit=limit)
 
 
 @lru_cache(maxsize=64)

@@ -103,7 +103,7 @@ def download_file(download: Download, progress: Progress) -> Path:
     """Download the file to its path. Do not call this in a thread with a running event loop."""
     download.path.parent.mkdir(parents=True, exist_ok=True)
     with _lock(download.path):
-        if is_complete(download.path) and is_intact(download.path, download.sha256):
+        if is_intact(download.path, download.sha256):
             return download.path
         part = _sibling(download.path, "part")
         _download_part(download, part, progress)

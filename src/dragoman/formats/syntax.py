@@ -16,6 +16,7 @@ recognized in replies.
 """
 
 import re
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -98,6 +99,11 @@ class CallSection(msgspec.Struct, frozen=True):
     multiple: bool = False
     separator: str = ""
 
+    @property
+    def is_list(self) -> bool:
+        """Whether the calls are always written as one list."""
+        return isinstance(self.call, Pythonic) or (isinstance(self.call, JsonCall) and self.call.array)
+
 
 class Channels(msgspec.Struct, frozen=True):
     """`open` and a name switch to a channel, which lasts until the next `open` or one of `ends`.
@@ -135,28 +141,24 @@ class ModelFormat(msgspec.Struct, frozen=True):
     """The form of call ids that the chat template requires."""
 
     @property
+    def texts(self) -> Iterator[str]:
+        """All texts of the declaration that a reply may contain."""
+        return _texts((self.thoughts, self.channels, self.calls, self.frame_markers, self.answer))
+
+    @property
     def markers(self) -> frozenset[str]:
         """All texts that may be control tokens of the model and must stay visible in its output."""
-        return frozenset(found for text in self._texts() for found in MARKER.findall(text))
-
-    def _texts(self) -> list[str]:
-        texts = [*self.frame_markers]
-        for tags in (*self.thoughts, *([self.answer] if self.answer else ())):
-            texts += [tags.open, tags.close]
-        for section in self.calls:
-            texts += [section.open, section.close, *_texts(section.call)]
-        if self.channels is not None:
-            channels = self.channels
-            texts += [channels.open, channels.message, channels.start, *channels.ends]
-        return texts
+        return frozenset(found for text in self.texts for found in MARKER.findall(text))
 
 
-def _texts(call: CallSyntax) -> list[str]:
-    if isinstance(call, NamedJson):
-        return [*call.begins, call.end]
-    if isinstance(call, Tagged):
-        return [call.function, call.parameter, call.value_end, call.function_end]
-    return [call.quote] if isinstance(call, Braced) else []
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, tuple):
+        for inner in value:
+            yield from _texts(inner)
+    elif isinstance(value, msgspec.Struct):
+        yield from _texts(msgspec.structs.astuple(value))
 
 
 PLAIN = ModelFormat("plain")

@@ -30,6 +30,8 @@ from dragoman.grammar.schema_walk import (
 
 ANY_NAME = "/[A-Za-z0-9_.-]{1,64}/"
 """A parameter name that is not in a schema."""
+MEMBER_NAME = r"/[^:{}\[\],]{1,64}/"
+"""The same between braces."""
 MAX_UNKNOWN_PARAMETERS = 16
 MAX_DEPTH = 8
 """Depth to which values follow their schema. Deeper values may be anything."""
@@ -121,14 +123,15 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class ParameterSchema:
-    """The schema of a tool's parameters, with references resolved."""
+    """The schema of a tool's parameters, with references resolved. `relaxed` and `checks` receive what is not enforced
+    here."""
 
-    def __init__(self, schema: Any, full_schema: Any, base: str) -> None:
+    def __init__(self, schema: Any, full_schema: Any, base: str, relaxed: list[str], checks: list[SchemaCheck]) -> None:
         self.schema = schema if isinstance(schema, Mapping) else {}
         self.full_schema = full_schema
         self.base = base
-        self.relaxed: list[str] = []
-        self.checks: list[SchemaCheck] = []
+        self.relaxed = relaxed
+        self.checks = checks
         self.subschemas = Subschemas(self.schema)
 
     def properties(self, schema: Any, parts: PathParts = ()) -> list[Parameter] | None:
@@ -199,15 +202,14 @@ def optional_sequence(rules: RuleSet, items: Sequence[tuple[str, bool]], separat
     return rest_first
 
 
-class TaggedArguments:
-    """Parameters between tags."""
+class TaggedArguments(msgspec.Struct):
+    """Parameters between tags. `begin` returns the text before the value of a parameter, given its name and whether it
+    is a string."""
 
-    def __init__(self, rules: RuleSet, document: ParameterSchema, begin: Callable[[str, bool], str], end: str) -> None:
-        """`begin` returns the text before the value of a parameter, given its name and whether it is a string."""
-        self.rules = rules
-        self.document = document
-        self.begin = begin
-        self.end = end
+    rules: RuleSet
+    document: ParameterSchema
+    begin: Callable[[str, bool], str]
+    end: str
 
     def body(self) -> str:
         parameters = self.document.properties(self.document.schema)
@@ -232,12 +234,11 @@ class TaggedArguments:
         return written if parameter.required else f"{written}?"
 
 
-class PythonArguments:
+class PythonArguments(msgspec.Struct):
     """`a=1, b="x"`: strings and numbers as in JSON, which is valid Python."""
 
-    def __init__(self, rules: RuleSet, document: ParameterSchema) -> None:
-        self.rules = rules
-        self.document = document
+    rules: RuleSet
+    document: ParameterSchema
 
     def body(self) -> str:
         parameters = self.document.properties(self.document.schema)
@@ -260,14 +261,13 @@ class PythonArguments:
         return self.rules.add_rule("literal", self.document.subschemas.json_directive(schema))
 
 
-class BracedArguments:
+class BracedArguments(msgspec.Struct):
     """`key:value` pairs with strings between special quotes."""
 
-    def __init__(self, rules: RuleSet, document: ParameterSchema, quote: str) -> None:
-        self.rules = rules
-        self.document = document
-        self.quote = quote
-        self._values: dict[tuple[PathParts, int], str] = {}
+    rules: RuleSet
+    document: ParameterSchema
+    quote: str
+    _values: dict[tuple[PathParts, int], str] = {}
 
     def body(self) -> str:
         return self._members(self.document.schema, (), 0)
@@ -275,7 +275,7 @@ class BracedArguments:
     def _members(self, schema: Any, parts: PathParts, depth: int) -> str:
         properties = self.document.properties(schema, parts)
         if properties is None:
-            one = f'/[^:{{}}\\[\\],]{{1,64}}/ ":" {self._any()}'
+            one = f'{MEMBER_NAME} ":" {self._any()}'
             return f'({one} ("," {one})*)?'
         items = [(self._item(member, depth), member.required) for member in properties]
         return optional_sequence(self.rules, items, '","')
@@ -311,16 +311,11 @@ class BracedArguments:
         return f"{self.rules.literal(self.quote)} {self.rules.until(self.quote, capture=capture)}"
 
     def _any(self) -> str:
-        scalar = json_directive({"type": ["number", "boolean", "null"]})
-        if "anything" not in self.rules.fixed:
-            self.rules.fixed.add("anything")
-            self.rules.lines.append("anything: any_value")
-            member = '/[^:{}\\[\\],]{1,64}/ ":" anything'
-            options = [
-                self._string(),
-                self.rules.add_rule("scalar", scalar),
-                '"[" (anything ("," anything)*)? "]"',
-                f'"{{" ({member} ("," {member})*)? "}}"',
-            ]
-            self.rules.lines.append("any_value: " + " | ".join(options))
+        # The rule refers to itself, so it has a fixed name.
+        if ("anything",) not in self.rules.names:
+            self.rules.names["anything",] = "anything"
+            scalar = self.rules.add_rule("scalar", json_directive({"type": ["number", "boolean", "null"]}))
+            member = f'{MEMBER_NAME} ":" anything'
+            array, members = '"[" (anything ("," anything)*)? "]"', f'"{{" ({member} ("," {member})*)? "}}"'
+            self.rules.lines.append(f"anything: {self._string()} | {scalar} | {array} | {members}")
         return "anything"

@@ -52,15 +52,8 @@ class CallGrammar:
     def __init__(self, rules: RuleSet, tools: Sequence[ToolGrammar]) -> None:
         self.rules = rules
         self.tools = tools
-        self.documents: list[ParameterSchema] = []
-
-    @property
-    def relaxed(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(path for document in self.documents for path in document.relaxed))
-
-    @property
-    def checks(self) -> tuple[SchemaCheck, ...]:
-        return tuple(check for document in self.documents for check in document.checks)
+        self.relaxed: list[str] = []
+        self.checks: list[SchemaCheck] = []
 
     def reply_calls(self, entry: CallSection, parallel: bool) -> str:
         """All calls of a reply."""
@@ -72,19 +65,17 @@ class CallGrammar:
 
     def section_body(self, entry: CallSection, parallel: bool, bracket_open: bool = False) -> str:
         """A section without its opening marker. `bracket_open`: the bracket of its array is part of the marker."""
-        calls = self._section_calls(entry, parallel, "" if bracket_open else '"["')
+        call, bracket = self._any_call(entry.call), "" if bracket_open else '"["'
+        calls = self._calls_or_list(entry, parallel, call, f"{bracket} {GAP} {call}")
         parts = [GAP, calls, GAP, self.rules.literal(entry.close)] if entry.close else [calls]
         return self.rules.add_rule("section", " ".join(parts))
 
     def bare_calls(self, entry: CallSection, parallel: bool) -> str:
         """Calls without a marker, as an alternative to text. Each starts with one terminal up to the tool's name,
         because free text would otherwise consume the first bracket."""
-        more, close = self._further_calls(entry, parallel), f'{GAP} "]"'
         begin = self._any_call(entry.call, f'{GAP} "[" {GAP}')
-        if isinstance(entry.call, Pythonic) or (isinstance(entry.call, JsonCall) and entry.call.array):
-            return f"{begin} {more} {close}"
-        alone = f"{self._any_call(entry.call, GAP)} {more if entry.separator else ''}"
-        return f"({alone} | {begin} {more} {close})" if more and not entry.separator else alone
+        alone = "" if entry.is_list else self._any_call(entry.call, GAP)
+        return self._calls_or_list(entry, parallel, alone, begin)
 
     def _any_call(self, call: CallSyntax, prefix: str = "") -> str:
         return self.rules.add_rule("call", " | ".join(self._call(call, tool, prefix) for tool in self.tools))
@@ -97,13 +88,16 @@ class CallGrammar:
         between = '","' if listed else self.rules.literal(entry.separator) if entry.separator else ""
         return f"({GAP} {between} {GAP if between else ''} {self._any_call(entry.call)}){{0,{MAX_CALLS - 1}}}"
 
-    def _section_calls(self, entry: CallSection, parallel: bool, bracket: str) -> str:
-        one, more = self._any_call(entry.call), self._further_calls(entry, parallel)
-        if isinstance(entry.call, Pythonic) or (isinstance(entry.call, JsonCall) and entry.call.array):
-            return f'{bracket} {GAP} {one} {more} {GAP} "]"'
+    def _calls_or_list(self, entry: CallSection, parallel: bool, first: str, first_in_list: str) -> str:
+        """Calls one after the other or as a list, as the format allows. The first call of a list comes with the
+        opening bracket."""
+        more = self._further_calls(entry, parallel)
+        in_list = f'{first_in_list} {more} {GAP} "]"'
+        if entry.is_list:
+            return in_list
         if isinstance(entry.call, JsonCall) and more and not entry.separator:
-            return f'({one} | {bracket} {GAP} {one} {more} {GAP} "]")'
-        return f"{one} {more}"
+            return f"({first} | {in_list})"
+        return f"{first} {more}"
 
     def _call(self, call: CallSyntax, tool: ToolGrammar, prefix: str) -> str:
         if isinstance(call, JsonCall):
@@ -142,15 +136,11 @@ class CallGrammar:
         return f"{header} ({word})? {self.rules.literal(channels.message)} {self.arguments(tool)}"
 
     def arguments(self, tool: ToolGrammar) -> str:
-        options = "" if tool.capture is None else f'[capture="{tool.capture}"]'
-        return self.rules.add_rule(
-            "arguments", json_directive(ANY_OBJECT if tool.schema is None else tool.schema), options
-        )
+        directive = json_directive(ANY_OBJECT if tool.schema is None else tool.schema)
+        return self.rules.add_rule("arguments", directive, capture=tool.capture)
 
     def _document(self, tool: ToolGrammar) -> ParameterSchema:
-        document = ParameterSchema(tool.schema, tool.full_schema, tool.path)
-        self.documents.append(document)
-        return document
+        return ParameterSchema(tool.schema, tool.full_schema, tool.path, self.relaxed, self.checks)
 
     def _fill_template(self, template: str, name: str, key: str = "", string: str = "") -> str:
         """Return a template of the format with its fields filled in."""

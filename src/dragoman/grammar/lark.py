@@ -43,24 +43,25 @@ def one_of(options: Sequence[str]) -> str:
 
 class RuleSet:
     """The rules of one grammar. `control` has the token ids of markers that are control tokens. `param` is the request
-    field that errors name. `fixed` are rule names that are written without a number."""
+    field that errors name."""
 
     def __init__(self, control: Mapping[str, int], param: str) -> None:
         self.control = control
         self.param = param
         self.size = 0
-        self.fixed: set[str] = set()
         self.lines: list[str] = []
-        self.names: dict[tuple[str, str, str], str] = {}
+        self.names: dict[tuple[str, ...], str] = {}
         longest_first = sorted(control, key=len, reverse=True)
         self._split = re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
 
-    def add_rule(self, hint: str, body: str, options: str = "") -> str:
+    def add_rule(self, hint: str, body: str, *options: str, capture: str | None = None) -> str:
         """Return the name of a rule with this body. A hint in capitals makes it a terminal."""
-        name = self.names.setdefault((hint, body, options), f"{hint}_{len(self.lines)}")
+        if capture is not None:
+            options = (*options, f'capture="{capture}"')
+        name = self.names.setdefault((hint, body, *options), f"{hint}_{len(self.lines)}")
         if name == f"{hint}_{len(self.lines)}":
             self._add_size(len(body))
-            self.lines.append(f"{name}{options}: {body}")
+            self.lines.append(f"{name}[{', '.join(options)}]: {body}" if options else f"{name}: {body}")
         return name
 
     def _add_size(self, size: int) -> None:
@@ -80,17 +81,12 @@ class RuleSet:
         """Return a rule for free text up to and including the first `marker`. The capture holds the text with
         `until_suffix(marker)`."""
         letters, control, rest = self._split_marker(marker)
-        capture_option = "" if capture is None else f'capture="{capture}"'
         if not control:
-            return self.add_rule(
-                "until", f"{before} {quote(letters)}", f"[lazy, {capture_option}]" if capture_option else "[lazy]"
-            )
+            return self.add_rule("until", f"{before} {quote(letters)}", "lazy", capture=capture)
         if letters:
             # The letters may also occur in the text. Only the token after them ends it.
             before = self.add_rule("UNTIL", f"{before} & /(?s:.*){escape_regex(letters)}/")
-        until = self.add_rule(
-            "until", f"{before} {self._term(control)}", f"[{capture_option}]" if capture_option else ""
-        )
+        until = self.add_rule("until", f"{before} {self._term(control)}", capture=capture)
         return " ".join((until, *self.literal_terms(rest)))
 
     def until_suffix(self, marker: str) -> str:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
@@ -56,7 +57,10 @@ CONTROL_PREFIX = b"\xff"
 
 
 class _VocabularyAdapter:
-    """A vocabulary in the form that llguidance's TokenizerWrapper requires."""
+    """A vocabulary in the form that llguidance's TokenizerWrapper requires.
+
+    It has no reference to the LLTokenizer built from it: Python cannot free such a cycle.
+    """
 
     def __init__(self, tokens: Sequence[bytes], control: frozenset[int], end: int, tokenize: Tokenize) -> None:
         self.tokens = tokens
@@ -98,13 +102,12 @@ def build_tokenizer(
     return LLTokenizer(TokenizerWrapper(_VocabularyAdapter(tokens, control, stops[0], tokenize)), eos_token=stops)
 
 
-class CompiledGrammar:
+class CompiledGrammar(msgspec.Struct):
     """A compiled grammar and its first mask. If a reply `has_failed` with it, it must be compiled again."""
 
-    def __init__(self, matcher: LLMatcher, mask: Mask) -> None:
-        self.matcher = matcher
-        self.mask = mask
-        self.has_failed = False
+    matcher: LLMatcher
+    mask: Mask
+    has_failed: bool = False
 
 
 class Guide:

@@ -14,7 +14,7 @@ Rules
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -129,7 +129,7 @@ class _ReplyGrammarBuilder:
             return f"{self._reasoning_prefix()} {self._json_answer_or_call(constraint, self.call_section.call)}"
         answer = None if constraint is None or is_forced else self._answer(constraint)
         if self.format.channels is not None and self.format.channels.message:
-            return self._channel_reply(self.format.channels, answer)
+            return self._channel_reply(self.format.channels, answer, self.format.channels.hidden[1], "?")
         options = [] if answer is None else [self._with_answer_markers(answer)]
         if self.calls.tools:
             options.append(self.calls.reply_calls(self.call_section, self.parallel))
@@ -141,14 +141,11 @@ class _ReplyGrammarBuilder:
         if isinstance(constraint, JsonSchema):
             schema = self._prepare_answer(constraint)
             is_checked = self.checks and self.checks[-1].capture == "answer"
-            return self.rules.add_rule("answer", json_directive(schema), '[capture="answer"]' if is_checked else "")
+            return self.rules.add_rule("answer", json_directive(schema), capture="answer" if is_checked else None)
         param = constraint_param(self.request)
         if isinstance(constraint, OneOf):
             return self._choices(constraint, param)
-        text = constraint.text if isinstance(constraint, Grammar) else _regex_grammar(constraint, param)
-        if isinstance(constraint, Grammar):
-            _check_grammar(text, param)
-        self.subgrammars.append({"name": "answer", "lark_grammar": text})
+        self.subgrammars.append({"name": "answer", "lark_grammar": _grammar_text(constraint, param)})
         return "@answer"
 
     def _choices(self, constraint: OneOf, param: str) -> str:
@@ -188,7 +185,7 @@ class _ReplyGrammarBuilder:
 
     def _with_answer_markers(self, answer: str) -> str:
         """Allow the markers that the format may write around an answer."""
-        marks = [f"<[{token}]>" for text, token in self.rules.control.items() if text in self.format.frame_markers]
+        marks = self._control_tokens(self.format.frame_markers)
         if marks:
             frame = one_of(marks)
             answer = f"({frame} {GAP})? {answer} ({GAP} {frame})?"
@@ -209,29 +206,21 @@ class _ReplyGrammarBuilder:
         whole = [f"{self.rules.literal(tags.open)} {self.rules.until(tags.close)}" for tags in known]
         return f"({one_of(whole)} {GAP})?"
 
-    def _channel_reply(self, channels: Channels, answer: str | None) -> str:
+    def _channel_reply(self, channels: Channels, answer: str | None, names: str, times: str) -> str:
+        """The answer or a call, after earlier messages on the channels `names`."""
         final = self.rules.literal(f"{channels.open}final{channels.message}")
         options = [] if answer is None else [f"{final} {answer}"]
-        options += [self.calls.channel_call(channels, tool) for tool in self.calls.tools]
-        return f"{self._earlier_messages(channels, channels.hidden[1], '?')} {one_of(options)}"
-
-    def _earlier_messages(self, channels: Channels, names: str, times: str) -> str:
-        """Messages before the last one."""
+        last = one_of([*options, *(self.calls.channel_call(channels, tool) for tool in self.calls.tools)])
         if self.model.control.get(channels.ends[0]) in self.model.ends:
-            return ""
+            return last
         again = self.rules.literal(f"{channels.start}assistant")
         text = self.rules.until(channels.ends[0])
         begin, message = self.rules.literal(channels.open), self.rules.literal(channels.message)
-        return f"({begin} /{names}/ {message} {text} {again}){times}"
-
-    def _free_channels(self, channels: Channels) -> str:
-        final = self.rules.literal(f"{channels.open}final{channels.message}")
-        calls = [self.calls.channel_call(channels, tool) for tool in self.calls.tools]
-        return f"{self._earlier_messages(channels, 'analysis|commentary', '*')} {one_of([f'{final} TEXT', *calls])}"
+        return f"({begin} /{names}/ {message} {text} {again}){times} {last}"
 
     def _free_reply(self) -> str | None:
         if self.format.channels is not None and self.format.channels.message:
-            return self._free_channels(self.format.channels)
+            return self._channel_reply(self.format.channels, "TEXT", "analysis|commentary", "*")
         if not self.format.calls:
             return None
         if self.choice.mode == "none":
@@ -258,17 +247,13 @@ class _ReplyGrammarBuilder:
 
     def _framing_tokens(self) -> list[str]:
         """Control tokens that frame reasoning and answers."""
-        framing = {
-            tag
-            for tags in (*reasoning_tags(self.format), self.format.answer)
-            if tags
-            for tag in (tags.open, tags.close)
-        }
-        return [
-            f"<[{token}]>"
-            for text, token in self.rules.control.items()
-            if text in framing | {*self.format.frame_markers}
-        ]
+        framing = [*reasoning_tags(self.format), *([self.format.answer] if self.format.answer else [])]
+        tags = [tag for pair in framing for tag in (pair.open, pair.close)]
+        return self._control_tokens((*tags, *self.format.frame_markers))
+
+    def _control_tokens(self, markers: Collection[str]) -> list[str]:
+        """Those of the markers that are control tokens."""
+        return [f"<[{token}]>" for text, token in self.rules.control.items() if text in markers]
 
     def _text_without_calls(self) -> str:
         tools = [ToolGrammar(tool.name, "") for tool in self.request.tools]
@@ -336,19 +321,16 @@ def _close_objects(schema: Any) -> Any:
     return closed
 
 
-def _regex_grammar(constraint: Regex, param: str) -> str:
-    if len(constraint.pattern) > MAX_PATTERN or count_repeats(constraint.pattern) > MAX_REPEATS:
-        raise InvalidSchema(
-            f"{param}: a regular expression may have at most {MAX_PATTERN} characters and {MAX_REPEATS} repetitions",
-            param=param,
-        )
-    return f"start: /{regex_to_lark(constraint.pattern, '')}/"
-
-
-def _check_grammar(text: str, param: str) -> None:
-    if len(text) > MAX_GRAMMAR:
-        raise InvalidSchema(
-            f"{param}: the grammar has {len(text)} characters; at most {MAX_GRAMMAR} are allowed", param=param
-        )
-    if max_repeat_count(text) > MAX_REPEATS:
+def _grammar_text(constraint: Regex | Grammar, param: str) -> str:
+    if isinstance(constraint, Regex):
+        pattern = constraint.pattern
+        if len(pattern) > MAX_PATTERN or count_repeats(pattern) > MAX_REPEATS:
+            limits = f"{MAX_PATTERN} characters and {MAX_REPEATS} repetitions"
+            raise InvalidSchema(f"{param}: a regular expression may have at most {limits}", param=param)
+        return f"start: /{regex_to_lark(pattern, '')}/"
+    if len(constraint.text) > MAX_GRAMMAR:
+        problem = f"has {len(constraint.text)} characters; at most {MAX_GRAMMAR} are allowed"
+        raise InvalidSchema(f"{param}: the grammar {problem}", param=param)
+    if max_repeat_count(constraint.text) > MAX_REPEATS:
         raise InvalidSchema(f"{param}: the grammar has more than {MAX_REPEATS} repetitions", param=param)
+    return constraint.text

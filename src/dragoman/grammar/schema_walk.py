@@ -24,6 +24,7 @@ SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "depen
 ATOMS = frozenset({"null", "boolean", "number", "integer", "string"})
 
 _PLAIN = re.compile(r"[A-Za-z0-9_$-]+")
+_INDEX = re.compile(r"[0-9]{1,9}")
 
 
 def children(schema: Any) -> Iterator[tuple[PathParts, Any]]:
@@ -95,7 +96,7 @@ def _follow_pointer(document: Any, steps: list[str]) -> PathParts | None:
         if isinstance(document, Mapping) and name in document:
             document = document[name]
             parts.append(name)
-        elif isinstance(document, list | tuple) and name.isascii() and name.isdigit() and int(name) < len(document):
+        elif isinstance(document, list | tuple) and _INDEX.fullmatch(name) and int(name) < len(document):
             document = document[int(name)]
             parts.append(int(name))
         else:

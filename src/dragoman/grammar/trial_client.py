@@ -27,12 +27,11 @@ TRIAL_SECONDS = 60.0
 """Wall time. On a busy machine a trial needs longer to reach its CPU limit."""
 
 
-class _ServerProcess:
+class _ServerProcess(msgspec.Struct):
     """The running trial server, and the client's end of its socket."""
 
-    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
-        self.process = process
-        self.control = control
+    process: asyncio.subprocess.Process
+    control: socket.socket
 
     def send(self, kind: bytes, number: int, sockets: tuple[int, ...] = ()) -> bool:
         """Send a command and return whether the server is still running. It does not block: a command is a few bytes,
@@ -57,20 +56,13 @@ class TrialClient:
         self._server: _ServerProcess | None = None
         self._starting = asyncio.Lock()
 
-    @property
-    def pid(self) -> int | None:
-        """Process id of the running trial server."""
-        return None if self._server is None else self._server.process.pid
-
     async def run(self, job: bytes) -> TrialOutcome | None:
         """Return the outcome of the job, or None if the trial reached a limit."""
-        body = await self._run(job)
-        if body is None:
-            # The server may have died since the last trial.
-            body = await self._run(job)
-        if body is None:
-            raise Unavailable("the grammar could not be compiled in its trial process; try again", retry_after=1)
-        return _decode_outcome(body) if body else None
+        # The server may have died since the last trial, so a trial that does not start is repeated once.
+        for _ in range(2):
+            if (body := await self._run(job)) is not None:
+                return _decode_outcome(body) if body else None
+        raise Unavailable("the grammar could not be compiled in its trial process; try again", retry_after=1)
 
     async def _run(self, job: bytes) -> bytes | None:
         """Return the encoded outcome. Empty if the trial ended without one, None if it did not start."""

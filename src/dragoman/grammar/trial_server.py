@@ -215,14 +215,10 @@ def receive(channel: socket.socket) -> bytes:
 
 
 def read_exactly(channel: socket.socket, size: int) -> bytes:
-    parts: list[bytes] = []
-    while size:
-        part = channel.recv(min(size, 1 << 20))
-        if not part:
-            raise EOFError
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+    data = channel.recv(size, socket.MSG_WAITALL)
+    if len(data) < size:
+        raise EOFError
+    return data
 
 
 def lower_priority() -> None:

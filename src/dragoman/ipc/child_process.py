@@ -112,6 +112,16 @@ def kill_child(process: Process) -> None:
         pass
 
 
+async def wait_for_exit(process: Process) -> None:
+    """Wait until a killed process has ended, even if the caller is cancelled meanwhile."""
+    ended = asyncio.ensure_future(process.wait())
+    try:
+        await asyncio.shield(ended)
+    except asyncio.CancelledError:
+        await ended
+        raise
+
+
 class ChildMonitor:
     """Detects a child that does not become ready or does not answer, and calls `kill` with the reason."""
 

@@ -16,7 +16,7 @@ import msgspec
 
 from dragoman.core.delivery import EventQueue
 from dragoman.core.embeddings import Embedding, Input
-from dragoman.core.engine import Engine, ModelInfo, ProgressSink, RenderedPrompt
+from dragoman.core.engine import Engine, ModelInfo, PutProgress, RenderedPrompt
 from dragoman.core.errors import DECODE_ERRORS, ENCODE_ERRORS, BadRequest, EngineDied
 from dragoman.core.events import Event, Listener
 from dragoman.core.request import GenerationRequest
@@ -39,6 +39,7 @@ T = TypeVar("T")
 WorkerRequest = GenerationRequest | msgspec.Raw | MethodCall
 """A request to a worker; `Raw` is an encoded GenerationRequest."""
 LoadReply = EngineInfo | messages.StartFailed
+"""Receives the encoded progress of a generation that belongs to another process."""
 BACKLOG = 1024
 """Unread events of one generation before its engine is paused."""
 UNSENDABLE = "the request cannot be passed to the engine: it has an integer of more than 64 bits or a lone surrogate"
@@ -177,7 +178,7 @@ class WorkerConnection(EngineClient):
         self.silent_seconds = 0.0
         self._name = name
         self._engine = engine
-        self._forwarded: dict[int, ProgressSink] = {}
+        self._forwarded: dict[int, PutProgress] = {}
         """Generations of other processes, each until its end or until `stop_forwarding`."""
         self._is_dead = False
 
@@ -194,9 +195,9 @@ class WorkerConnection(EngineClient):
     def forget(self, key: int) -> None:
         self.unfinished.pop(key, None)
 
-    def forward(self, sink: ProgressSink, call: messages.RawGenerate) -> None:
+    def forward(self, put: PutProgress, call: messages.RawGenerate) -> None:
         self.send_call(call)
-        self._forwarded[call.key] = sink
+        self._forwarded[call.key] = put
 
     def stop_forwarding(self, key: int) -> None:
         if self._forwarded.pop(key, None) is not None:
@@ -229,11 +230,11 @@ class WorkerConnection(EngineClient):
             self.loaded.set_result(message)
 
     def put_part(self, head: messages.ProgressHead, part: msgspec.Raw) -> None:
-        sink = self._forwarded.get(head.key)
-        if sink is None:
+        put = self._forwarded.get(head.key)
+        if put is None:
             super().put_part(head, part)
             return
-        sink.put(part)
+        put(part)
         if head.ended:
             del self._forwarded[head.key]
             self.forget(head.key)
@@ -246,8 +247,8 @@ class WorkerConnection(EngineClient):
     def fail_pending(self) -> None:
         """Fail every pending request with `exit_error`."""
         self._is_dead = True
-        for key, sink in self._forwarded.items():
-            sink.put(messages.pack(GenerationProgress(key, ended=True, failure=self.exit_error)))
+        for key, put in self._forwarded.items():
+            put(messages.pack(GenerationProgress(key, ended=True, failure=self.exit_error)))
         self._forwarded.clear()
         self.fail_all(self.exit_error)
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dragoman.core.engine import ModelInfo, ProgressSink
+from dragoman.core.engine import ModelInfo, PutProgress
 from dragoman.core.errors import (
     ENCODE_ERRORS,
     ConfigError,
@@ -34,7 +34,14 @@ from dragoman.core.errors import (
 )
 from dragoman.core.events import Listener
 from dragoman.core.request import GenerationRequest
-from dragoman.ipc.child_process import RestartBackoff, keep_running, kill_child, start_child, wait_for_event
+from dragoman.ipc.child_process import (
+    RestartBackoff,
+    keep_running,
+    kill_child,
+    start_child,
+    wait_for_event,
+    wait_for_exit,
+)
 from dragoman.ipc.engine_client import LoadReply, ProxyEngine, WorkerConnection, WorkerRequest
 from dragoman.ipc.framing import encode
 from dragoman.ipc.messages import EngineInfo, Failure, MethodCall, RawGenerate, Start, StartFailed, decode_request
@@ -168,15 +175,15 @@ class WorkerEngine(ProxyEngine):
     async def call_method(self, method_call: MethodCall, value_type: type[T]) -> T:
         return await (await self._worker_for_request(method_call)).call_method(method_call, value_type)
 
-    def forward(self, sink: ProgressSink, key: int, request: msgspec.Raw) -> bool:
+    def forward(self, put: PutProgress, key: int, request: msgspec.Raw) -> bool:
         if self._worker is None:
             return False
         self._fatal.check(request)
-        self._worker.forward(sink, RawGenerate(key, request))
+        self._worker.forward(put, RawGenerate(key, request))
         return True
 
-    async def forward_when_running(self, sink: ProgressSink, key: int, request: msgspec.Raw) -> None:
-        (await self._worker_for_request(request)).forward(sink, RawGenerate(key, request))
+    async def forward_when_running(self, put: PutProgress, key: int, request: msgspec.Raw) -> None:
+        (await self._worker_for_request(request)).forward(put, RawGenerate(key, request))
 
     def stop_forwarding(self, key: int) -> None:
         if self._worker is not None:
@@ -231,11 +238,13 @@ class WorkerEngine(ProxyEngine):
                 self._died_at = time.monotonic()
             self.progress = None
             kill_child(process)
-            await process.wait()
-            worker.link.close()
-            if len(worker.unfinished) == 1:
-                (only_request,) = worker.unfinished.values()
-            worker.fail_pending()
+            try:
+                await wait_for_exit(process)
+            finally:
+                worker.link.close()
+                if len(worker.unfinished) == 1:
+                    (only_request,) = worker.unfinished.values()
+                worker.fail_pending()
         if only_request is not None and process.returncode not in KILLED:
             self._fatal.note_crash(only_request)
         self._backoff.note_failure(age=time.monotonic() - started_at)
@@ -275,9 +284,3 @@ class WorkerEngine(ProxyEngine):
                 timeout = EngineTimeout(f"the engine gave no answer within {self._stall_seconds:g} s")
                 worker.exit_error = Failure.of(timeout)
                 return
-
-
-def dump_options(options: msgspec.Struct) -> dict[str, Any]:
-    """Convert an engine's options to plain values that cross the pipe."""
-    plain: dict[str, Any] = msgspec.to_builtins(options)
-    return plain

@@ -122,7 +122,7 @@ class EngineServer:
             encoded = encode(messages.Step(tuple(progress), self._engine.kv_used))
         except Exception:  # noqa: BLE001 (encoding the parts one by one finds the invalid one)
             encoded = encode(messages.PackedStep(tuple(map(self._pack, progress)), self._engine.kv_used))
-        self._write(encoded)
+        _write(self._output, encoded)
 
     def _pack(self, progress: GenerationProgress) -> msgspec.Raw:
         try:
@@ -133,11 +133,7 @@ class EngineServer:
             return messages.pack(GenerationProgress(progress.key, ended=True, failure=Failure.of(error)))
 
     async def _run_method_call(self, method_call: MethodCall) -> None:
-        self._write(encode(await run_method_call(self._engine, method_call)))
-
-    def _write(self, encoded: bytes) -> None:
-        self._output.write(encoded)
-        self._output.flush()
+        _write(self._output, encode(await run_method_call(self._engine, method_call)))
 
 
 def exit_with_group(code: int) -> Never:
@@ -155,8 +151,8 @@ def _read(source: BinaryIO) -> ToWorker:
     return messages.decode_to_worker(body)
 
 
-def _send(output: BinaryIO, message: msgspec.Struct) -> None:
-    output.write(encode(message))
+def _write(output: BinaryIO, encoded: bytes) -> None:
+    output.write(encoded)
     output.flush()
 
 
@@ -177,7 +173,7 @@ async def _report_progress(engine: Engine, output: BinaryIO) -> None:
         await asyncio.sleep(PROGRESS_SECONDS)
         if engine.progress is not None and engine.progress != reported:
             reported = engine.progress
-            _send(output, messages.Loading(reported))
+            _write(output, encode(messages.Loading(reported)))
 
 
 async def _main(source: BinaryIO, output: BinaryIO) -> None:
@@ -202,10 +198,10 @@ async def _main(source: BinaryIO, output: BinaryIO) -> None:
         is_config_error = isinstance(error, ConfigError | msgspec.ValidationError)
         if not is_config_error:
             log.exception("the engine could not be loaded")
-        _send(output, messages.StartFailed(str(error) or type(error).__name__, is_config_error))
+        _write(output, encode(messages.StartFailed(str(error) or type(error).__name__, is_config_error)))
         return
     server = EngineServer(engine, output)
-    _send(output, messages.EngineInfo.of(engine))
+    _write(output, encode(messages.EngineInfo.of(engine)))
     while True:
         server.handle(await inbox.get())
 

@@ -56,10 +56,13 @@ class Admission:
 
     def try_enter(self, principal: str) -> bool:
         """Take a slot if one is free for the principal."""
-        self._note_seen(principal)
+        if principal != self._latest[0]:
+            self._previous = self._latest
+        self._latest = principal, time.monotonic()
         if principal in self._queues or not self._may_take(principal):
             return False
-        self._take(principal)
+        self.running += 1
+        self._held[principal] += 1
         return True
 
     def set_limits(self, queue: int, seconds: float) -> None:
@@ -79,12 +82,11 @@ class Admission:
         if not self._held[principal]:
             del self._held[principal]
         if self._queues:
-            self._note_pace()
+            now = time.monotonic()
+            # Capped: an interval without waiting requests does not measure the work.
+            self._interval += (min(now - self._freed_at, MAX_RETRY) - self._interval) * PACE_WEIGHT
+            self._freed_at = now
             self._grant()
-
-    def _take(self, principal: str) -> None:
-        self.running += 1
-        self._held[principal] += 1
 
     def _may_take(self, principal: str) -> bool:
         if self.slots is None:
@@ -94,11 +96,6 @@ class Admission:
 
     def _may_exceed_queue(self, principal: str) -> bool:
         return principal not in self._queues and self.waiting < 2 * self._max_waiting
-
-    def _note_seen(self, principal: str) -> None:
-        if principal != self._latest[0]:
-            self._previous = self._latest
-        self._latest = (principal, time.monotonic())
 
     def _reserved_seconds(self, principal: str) -> float:
         """Return how much longer the last free slot is reserved for others."""
@@ -117,7 +114,8 @@ class Admission:
             self.waiting -= 1
             # A request that is being cancelled may still be in the queue.
             if not turn.done():
-                self._take(principal)
+                self.running += 1
+                self._held[principal] += 1
                 turn.set_result(None)
         self._set_timer()
 
@@ -130,12 +128,6 @@ class Admission:
     def _fire_timer(self) -> None:
         self._timer = None
         self._grant()
-
-    def _note_pace(self) -> None:
-        now = time.monotonic()
-        # Capped: an interval without waiting requests does not measure the work.
-        self._interval += (min(now - self._freed_at, MAX_RETRY) - self._interval) * PACE_WEIGHT
-        self._freed_at = now
 
     async def _wait(self, principal: str, seconds: float | None) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -195,5 +187,6 @@ class Slots:
             self._admission.leave(self._principal)
 
     def close(self) -> None:
-        while self._held > 0:
-            self.release()
+        for _ in range(self._held):
+            self._admission.leave(self._principal)
+        self._held = 0

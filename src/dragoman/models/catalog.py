@@ -22,6 +22,7 @@ import fnmatch
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
@@ -54,10 +55,6 @@ class AliasTable:
         if name in self.targets:
             return self.targets[name]
         return next((target for pattern, target in self.targets.items() if fnmatch.fnmatchcase(name, pattern)), None)
-
-    @property
-    def exact_names(self) -> list[str]:
-        return [alias for alias in self.targets if "*" not in alias and "?" not in alias]
 
 
 class Catalog:
@@ -137,7 +134,7 @@ class Catalog:
             slots = spec.options.get("slots")
             host = ModelHost(
                 self.lifecycle.new_key(spec.name),
-                self._engine_factory(spec, settings.limits),
+                partial(self._engine_factory, spec, settings.limits),
                 self.lifecycle,
                 settings.limits,
                 slots if isinstance(slots, int) else None,
@@ -168,10 +165,6 @@ class Catalog:
             if tag == "latest" and (model := self._find_configured(base)) is not None:
                 return model
         raise ModelNotFound(self._not_found_message(name), param="model")
-
-    def get_configured(self, name: str) -> ServedModel | None:
-        """Return the configured model of exactly this name; `find` handles all other names."""
-        return self.models.get(name.strip().lower())
 
     def fallbacks(self, model: ServedModel) -> Iterator[ServedModel]:
         """Yield the chain of fallback models, up to the first one that is missing."""
@@ -256,7 +249,8 @@ class Catalog:
         names = [model.name for model in self.models.values()]
         names += [found.name for found in self._runnable() if found.name not in names]
         same_name = [found.name for found in self.discovery.find_all(name.strip().lower())]
-        similar = same_name[:MAX_LISTED] or _similar_names(name, [*names, *self._aliases.exact_names])
+        exact_aliases = [alias for alias in self._aliases.targets if "*" not in alias and "?" not in alias]
+        similar = same_name[:MAX_LISTED] or _similar_names(name, [*names, *exact_aliases])
         listed = ", ".join(names[:MAX_LISTED]) + (", …" if len(names) > MAX_LISTED else "")
         message = f"model {shown!r} is not served here; "
         message += f"did you mean {' or '.join(similar)}? " if similar else ""

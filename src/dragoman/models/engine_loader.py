@@ -16,17 +16,20 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.quantities import format_size
 from dragoman.config.settings import Limits
-from dragoman.core.engine import Engine, WorkerControl
+from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError, DragomanError, ModelFailed
 from dragoman.engines import engine_class
 from dragoman.files import sources
 from dragoman.formats import get_format
 from dragoman.ipc.child_process import YOUNG_SECONDS, RestartBackoff
-from dragoman.ipc.worker_engine import MAX_DEATHS, WorkerEngine, dump_options
+from dragoman.ipc.worker_engine import MAX_DEATHS, WorkerEngine
 from dragoman.models.memory import expected_memory, remember_memory, session_memory
+from dragoman.models.residency import Event, MemoryMeasured, ModelLost
 
 log = logging.getLogger("dragoman.models")
 
@@ -34,7 +37,7 @@ T = TypeVar("T")
 OnEngineLost = Callable[[str], None]
 """Called with the reason when an engine will not come back by itself."""
 BuildEngine = Callable[[OnEngineLost], Awaitable[Engine]]
-EngineFactory = Callable[[ModelSpec, Limits], BuildEngine]
+EngineFactory = Callable[[ModelSpec, Limits, OnEngineLost], Awaitable[Engine]]
 
 STOP_SECONDS = 10.0
 EXPECTED_SECONDS = 5.0
@@ -45,22 +48,17 @@ MAX_PAUSE = 60.0
 NOT_LOADED = "the model could not be loaded; see the server's log"
 
 
-def local_engine(spec: ModelSpec, limits: Limits) -> BuildEngine:
+async def local_engine(spec: ModelSpec, limits: Limits, on_lost: OnEngineLost) -> Engine:
     """Build the engine in this process, or in a worker if it needs one."""
-
-    async def build(on_lost: OnEngineLost) -> Engine:
-        cls = engine_class(spec.engine)
-        path = None
-        if spec.file is not None:
-            path = spec.locate() or await run_in_daemon_thread(partial(sources.fetch, spec.file))
-        options = spec.build_options(path)
-        if not cls.needs_worker(options):
-            return cls.configured(spec.name, options)
-        return WorkerEngine(
-            spec.engine, spec.name, dump_options(options), limits.stall_seconds, on_lost, limits.load_seconds
-        )
-
-    return build
+    cls = engine_class(spec.engine)
+    path = None
+    if spec.file is not None:
+        path = spec.locate() or await run_in_daemon_thread(partial(sources.fetch, spec.file))
+    options = spec.build_options(path)
+    if not cls.needs_worker(options):
+        return cls.configured(spec.name, options)
+    plain = msgspec.to_builtins(options)
+    return WorkerEngine(spec.engine, spec.name, plain, limits.stall_seconds, on_lost, limits.load_seconds)
 
 
 async def run_in_daemon_thread(work: Callable[[], T]) -> T:
@@ -117,7 +115,7 @@ class LoadFailures:
 class EngineLoader:
     """The engine of one model. Without a spec, its memory is unknown and nothing is remembered."""
 
-    def __init__(self, key: str, build: BuildEngine, spec: ModelSpec | None = None) -> None:
+    def __init__(self, key: str, build: BuildEngine, spec: ModelSpec | None, feed: Callable[[Event], None]) -> None:
         self.key = key
         self.spec = spec
         self.engine: Engine | None = None
@@ -128,6 +126,8 @@ class EngineLoader:
         self.failures = LoadFailures()
         self.load_seconds = EXPECTED_SECONDS
         self._build = build
+        self._feed = feed
+        """Reports what happens to a loaded engine."""
         self._loading: Engine | None = None
         self._load_started_at = 0.0
 
@@ -136,32 +136,9 @@ class EngineLoader:
         return self.failures.message
 
     @property
-    def _worker(self) -> WorkerControl | None:
-        return None if self.engine is None else self.engine.worker_control
-
-    @property
-    def restarting(self) -> WorkerControl | None:
-        """The worker of the engine, while it is being restarted."""
-        return self._worker if self._worker is not None and self._worker.is_restarting else None
-
-    @property
-    def is_restarting(self) -> bool:
-        return self.restarting is not None
-
-    @property
-    def progress(self) -> float | None:
-        """The loaded fraction, from 0 to 1, if the engine reports it."""
-        engine = self._loading or (self.engine if self.is_restarting else None)
-        return None if engine is None else engine.progress
-
-    @property
-    def elapsed_load_seconds(self) -> float:
-        restarting = self.restarting
-        return time.monotonic() - self._load_started_at if restarting is None else restarting.restart_seconds
-
-    @property
     def pid(self) -> int | None:
-        return None if self._worker is None else self._worker.pid
+        control = None if self.engine is None else self.engine.worker_control
+        return None if control is None else control.pid
 
     def estimate_memory(self) -> int:
         """Return the memory that the model will need. Blocks: it may download files."""
@@ -206,9 +183,11 @@ class EngineLoader:
         return engine
 
     async def measure(self) -> int:
-        """Return the memory it takes now."""
+        """Return the memory it takes now, and report growth."""
         now = await asyncio.to_thread(session_memory, self.pid)
-        self.memory = max(self.memory, now)
+        if now > self.memory:
+            self.memory = now
+            self._feed(MemoryMeasured(self.key, now))
         return now
 
     async def unload(self) -> None:
@@ -221,6 +200,7 @@ class EngineLoader:
         self.failures.note_lost(reason, self.load_seconds)
         self.engine = None
         log.error("model %s: %s", self.key, reason)
+        self._feed(ModelLost(self.key))
 
     def fail(self, error: Exception) -> None:
         """Record and log that the model could not be loaded."""

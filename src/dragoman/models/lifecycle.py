@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from dragoman.config.quantities import format_size
@@ -22,85 +22,21 @@ log = logging.getLogger("dragoman.models")
 UNLOADED = "the model was unloaded while it was being loaded; try again"
 
 
-class HostTasks:
-    """The background tasks that load, unload and measure hosts; each reports its outcome as an event."""
-
-    def __init__(self, feed: Callable[[residency.Event], None]) -> None:
-        self._feed = feed
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.loads: dict[str, asyncio.Task[None]] = {}
-        """The last load of each host."""
-        self.is_stopping = False
-
-    async def stop(self) -> None:
-        self.is_stopping = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-        """Start a task, unless the server is stopping."""
-        if self.is_stopping:
-            work.close()
-            return None
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def estimate_memory(self, host: EngineLoader) -> None:
-        try:
-            need = await run_in_daemon_thread(host.estimate_memory)
-        except Exception as error:  # noqa: BLE001 (a custom engine may raise anything; it is logged)
-            host.fail(error)
-            self._feed(residency.LoadFailed(host.key))
-        else:
-            self._feed(residency.MemoryEstimated(host.key, need))
-
-    def load(self, host: EngineLoader) -> None:
-        load = self.spawn(self._load(host))
-        if load is not None:
-            self.loads[host.key] = load
-
-    async def _load(self, host: EngineLoader) -> None:
-        try:
-            size = await host.start()
-        except Exception:  # noqa: BLE001 (the host has logged it and keeps it for waiting requests)
-            self._feed(residency.LoadFailed(host.key))
-            return
-        self._feed(residency.ModelLoaded(host.key, size))
-        await asyncio.to_thread(host.remember_memory, size)
-
-    async def abort(self, host: EngineLoader) -> None:
-        """Cancel the load and kill its process."""
-        load = self.loads[host.key]
-        load.cancel()
-        await asyncio.wait([load])
-        # The load may have finished in the meantime.
-        await host.unload()
-        self._feed(residency.ModelUnloaded(host.key))
-
-    async def unload(self, host: EngineLoader, budget: int | None) -> None:
-        await host.measure()
-        # Growth beyond the budget did not prevent this load and must not prevent the next one.
-        size = host.memory if budget is None else min(host.memory, budget)
-        await host.unload()
-        self._feed(residency.ModelUnloaded(host.key))
-        await asyncio.to_thread(host.remember_memory, size)
-
-
 class Lifecycle:
     def __init__(self, budget: int | None, turn: float) -> None:
-        self._residency = Residency(budget, turn)
+        self.residency = Residency(budget, turn)
         self._hosts: dict[str, EngineLoader] = {}
         self._name_counts: dict[str, int] = {}
-        self._tasks = HostTasks(self.feed)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loads: dict[str, asyncio.Task[None]] = {}
+        """The last load of each host."""
+        self._is_stopping = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = math.inf
 
     @property
     def budget(self) -> int | None:
-        return self._residency.budget
+        return self.residency.budget
 
     def add(self, host: EngineLoader, keep_alive: float, is_pinned: bool = False) -> None:
         """Add a host, or change the keep-alive time of a known one."""
@@ -113,12 +49,10 @@ class Lifecycle:
         return name if number == 1 else f"{name} ({number})"
 
     def residency_of(self, host: EngineLoader) -> ResidencyState:
-        return self._residency.models.get(host.key) or ResidencyState(0)
+        return self.residency.models.get(host.key) or ResidencyState()
 
-    def enter(self, host: EngineLoader) -> bool:
-        return host.key in self._hosts and self._residency.enter(host.key)
-
-    def wait_for_entry(self, host: EngineLoader) -> "asyncio.Future[None]":
+    async def wait_for_entry(self, host: EngineLoader) -> None:
+        """Wait until the host is loaded and admits the request, which must `leave`."""
         entry: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         is_gone = host.key not in self._hosts
         if is_gone:
@@ -127,19 +61,18 @@ class Lifecycle:
         self.feed(residency.UseRequested(host.key, entry))
         if is_gone:
             self.feed(residency.ModelRemoved(host.key))
-        return entry
-
-    def cancel_entry(self, host: EngineLoader, entry: "asyncio.Future[None]") -> None:
-        """Stop waiting; an entry that has just been granted is given back."""
-        if entry.done() and not entry.cancelled():
-            if entry.exception() is None:
+        try:
+            await entry
+        except asyncio.CancelledError:
+            if entry.cancelled():
+                self.feed(residency.UseCancelled(host.key, entry))
+            elif entry.exception() is None:
+                # It was admitted at the same moment.
                 self.leave(host)
-            return
-        entry.cancel()
-        self.feed(residency.UseCancelled(host.key, entry))
+            raise
 
     def leave(self, host: EngineLoader) -> None:
-        if not self._residency.leave(host.key, time.monotonic()):
+        if not self.residency.leave(host.key, time.monotonic()):
             self.feed(residency.TimerFired())
 
     def request_unload(self, host: EngineLoader) -> None:
@@ -147,38 +80,42 @@ class Lifecycle:
         self.feed(residency.UnloadRequested(host.key))
 
     async def stop(self) -> None:
+        self._is_stopping = True
         if self._timer is not None:
             self._timer.cancel()
-        await self._tasks.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(host.unload() for host in self._hosts.values()))
 
     def feed(self, event: residency.Event) -> None:
         """Apply an event, and carry out what follows from it. An event of a forgotten host is ignored."""
         if isinstance(event, residency.ModelEvent) and event.key not in self._hosts:
             return
-        for effect in self._residency.feed(event, time.monotonic()):
+        for effect in self.residency.feed(event, time.monotonic()):
             self._perform(effect)
         self._set_timer()
 
     def _perform(self, effect: residency.Effect) -> None:
         host = self._hosts[effect.key]
         if isinstance(effect, residency.EstimateMemory):
-            self._tasks.spawn(self._tasks.estimate_memory(host))
+            self._spawn(self._estimate_memory(host))
         elif isinstance(effect, residency.LoadModel):
-            self._tasks.load(host)
+            if (load := self._spawn(self._load(host))) is not None:
+                self._loads[host.key] = load
         elif isinstance(effect, residency.AbortLoad):
             log.info("model %s: loading is cancelled: an unload was requested", host.key)
-            self._tasks.spawn(self._tasks.abort(host))
+            self._spawn(self._abort_load(host))
         elif isinstance(effect, residency.UnloadModel):
             log.info("model %s: unloading: %s", host.key, effect.reason)
-            self._tasks.spawn(self._tasks.unload(host, self.budget))
+            self._spawn(self._unload(host))
         elif isinstance(effect, residency.AdmitRequests):
             self._admit(host, effect)
         elif isinstance(effect, residency.RefuseRequests):
             self._refuse(host, effect)
         else:
             del self._hosts[effect.key]
-            self._tasks.loads.pop(effect.key, None)
+            self._loads.pop(effect.key, None)
 
     def _admit(self, host: EngineLoader, effect: residency.AdmitRequests) -> None:
         for entry in effect.tickets:
@@ -204,8 +141,8 @@ class Lifecycle:
 
     def _set_timer(self) -> None:
         """Wake up when the residency is due. A timer that fires early is harmless."""
-        due = self._residency.due
-        if due >= self._timer_due or self._tasks.is_stopping:
+        due = self.residency.due
+        if due >= self._timer_due or self._is_stopping:
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -215,3 +152,48 @@ class Lifecycle:
     def _fire_timer(self) -> None:
         self._timer, self._timer_due = None, math.inf
         self.feed(residency.TimerFired())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+        """Start a task that reports its outcome as an event, unless the server is stopping."""
+        if self._is_stopping:
+            work.close()
+            return None
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _estimate_memory(self, host: EngineLoader) -> None:
+        try:
+            need = await run_in_daemon_thread(host.estimate_memory)
+        except Exception as error:  # noqa: BLE001 (a custom engine may raise anything; it is logged)
+            host.fail(error)
+            self.feed(residency.LoadFailed(host.key))
+        else:
+            self.feed(residency.MemoryEstimated(host.key, need))
+
+    async def _load(self, host: EngineLoader) -> None:
+        try:
+            size = await host.start()
+        except Exception:  # noqa: BLE001 (the host has logged it and keeps it for waiting requests)
+            self.feed(residency.LoadFailed(host.key))
+            return
+        self.feed(residency.ModelLoaded(host.key, size))
+        await asyncio.to_thread(host.remember_memory, size)
+
+    async def _abort_load(self, host: EngineLoader) -> None:
+        """Cancel the load and kill its process."""
+        load = self._loads[host.key]
+        load.cancel()
+        await asyncio.wait([load])
+        # The load may have finished in the meantime.
+        await host.unload()
+        self.feed(residency.ModelUnloaded(host.key))
+
+    async def _unload(self, host: EngineLoader) -> None:
+        await host.measure()
+        # Growth beyond the budget did not prevent this load and must not prevent the next one.
+        size = host.memory if self.budget is None else min(host.memory, self.budget)
+        await host.unload()
+        self.feed(residency.ModelUnloaded(host.key))
+        await asyncio.to_thread(host.remember_memory, size)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import lru_cache
 from pathlib import Path
 
 from dragoman.config.model_spec import ModelSpec
@@ -30,7 +31,7 @@ PROCESS_BYTES = 100 * 1024 * 1024
 MAX_REMEMBERED = 500
 _lock = threading.Lock()
 SESSIONS_SECONDS = 0.25
-"""The table of sessions is reused for this long, because many models are measured at once."""
+"""The table of sessions is read once in each period of this length, because many models are measured at once."""
 PSS = re.compile(r"^Pss:\s+(\d+) kB", re.MULTILINE)
 
 
@@ -113,7 +114,7 @@ def session_memory(leader: int | None) -> int:
         return 0
     if not sys.platform.startswith("linux"):
         return sum(size for group, size in _list_processes("-ax") if group == leader)
-    others = _sessions.of(leader) - {leader}
+    others = _read_sessions(int(time.monotonic() / SESSIONS_SECONDS)).get(leader, set()) - {leader}
     return sum(_proportional_size(pid) for pid in (leader, *others)) if others else resident_memory(leader)
 
 
@@ -125,26 +126,9 @@ def _proportional_size(pid: int) -> int:
     return int(found[1]) * 1024 if found else resident_memory(pid)
 
 
-class _Sessions:
-    """A cached table of the processes in each session."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._read_at = 0.0
-        self._members: dict[int, set[int]] = {}
-
-    def of(self, leader: int) -> set[int]:
-        with self._lock:
-            if time.monotonic() - self._read_at > SESSIONS_SECONDS:
-                self._members = _read_sessions()
-                self._read_at = time.monotonic()
-            return self._members.get(leader, set())
-
-
-_sessions = _Sessions()
-
-
-def _read_sessions() -> dict[int, set[int]]:
+@lru_cache(maxsize=1)
+def _read_sessions(period: int) -> dict[int, set[int]]:
+    """Return the processes of each session."""
     found: dict[int, set[int]] = {}
     for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
         try:

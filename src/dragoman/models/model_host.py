@@ -16,10 +16,10 @@ from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Limits
 from dragoman.core.engine import Engine, WorkerControl
 from dragoman.core.errors import ModelFailed, ModelLoading, QueueFull
-from dragoman.models import residency
 from dragoman.models.admission import Admission
 from dragoman.models.engine_loader import NOT_LOADED, BuildEngine, EngineLoader
 from dragoman.models.lifecycle import Lifecycle
+from dragoman.models.residency import LoadRequested
 
 State = Literal["cold", "waiting", "loading", "ready", "unloading", "failed"]
 SPEED_WEIGHT = 0.2
@@ -38,7 +38,7 @@ class ModelHost(EngineLoader):
         slots: int | None = None,
         spec: ModelSpec | None = None,
     ) -> None:
-        super().__init__(key, build, spec)
+        super().__init__(key, build, spec, lifecycle.feed)
         self.limits = limits
         self.tokens_per_second: float | None = None
         self.admission = Admission(slots, limits.queue, limits.queue_seconds)
@@ -61,7 +61,27 @@ class ModelHost(EngineLoader):
     @property
     def loading_seconds(self) -> float | None:
         """Seconds since the current load or restart began."""
-        return self.elapsed_load_seconds if self.state == "loading" else None
+        if self.state != "loading":
+            return None
+        if self._restarting_worker is not None:
+            return self._restarting_worker.restart_seconds
+        return time.monotonic() - self._load_started_at
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether the engine's worker is being restarted."""
+        return self._restarting_worker is not None
+
+    @property
+    def _restarting_worker(self) -> WorkerControl | None:
+        worker = None if self.engine is None else self.engine.worker_control
+        return worker if worker is not None and worker.is_restarting else None
+
+    @property
+    def progress(self) -> float | None:
+        """The loaded fraction, from 0 to 1, if the engine reports it."""
+        engine = self._loading or (self.engine if self.is_restarting else None)
+        return None if engine is None else engine.progress
 
     @property
     def waiting(self) -> int:
@@ -72,7 +92,7 @@ class ModelHost(EngineLoader):
         """Return the engine if it is ready. The caller must `leave`."""
         if self.engine is None or self.is_restarting:
             return None
-        return self.engine if self._lifecycle.enter(self) else None
+        return self.engine if self._lifecycle.residency.enter(self.key) else None
 
     async def enter(self) -> Engine:
         """Return the engine, loaded if necessary. The caller must `leave`."""
@@ -84,39 +104,28 @@ class ModelHost(EngineLoader):
         if not self.limits.load_seconds:
             self.load()
             raise self._still_loading()
-        deadline = time.monotonic() + self.limits.load_seconds
-        await self._wait_for_load(self.limits.load_seconds)
-        if self.restarting is not None:
-            await self._wait_for_restart(self.restarting, deadline - time.monotonic())
+        if self.waiting >= self.limits.queue + (self.admission.slots or math.inf):
+            raise QueueFull(f"the queue of this model is full ({self.limits.queue} requests wait); try again later")
+        try:
+            async with asyncio.timeout(self.limits.load_seconds):
+                await self._lifecycle.wait_for_entry(self)
+                if self._restarting_worker is not None:
+                    await self._wait_for_restart(self._restarting_worker)
+        except TimeoutError:
+            raise self._still_loading() from None
         if self.engine is None:
             # The engine was lost as soon as it was loaded.
             self.leave()
             raise ModelFailed(NOT_LOADED, retry_after=1)
         return self.engine
 
-    async def _wait_for_load(self, seconds: float) -> None:
-        if self.waiting >= self.limits.queue + (self.admission.slots or math.inf):
-            raise QueueFull(f"the queue of this model is full ({self.limits.queue} requests wait); try again later")
-        entry = self._lifecycle.wait_for_entry(self)
-        try:
-            async with asyncio.timeout(seconds):
-                await entry
-        except (asyncio.CancelledError, TimeoutError) as error:
-            self._lifecycle.cancel_entry(self, entry)
-            if isinstance(error, TimeoutError):
-                raise self._still_loading() from None
-            raise
-
-    async def _wait_for_restart(self, worker: WorkerControl, seconds: float) -> None:
+    async def _wait_for_restart(self, worker: WorkerControl) -> None:
         """Wait for the worker; a request that has entered leaves on failure."""
         self._waiting_for_restart += 1
         try:
-            async with asyncio.timeout(seconds):
-                await worker.wait_until_running()
-        except BaseException as error:
+            await worker.wait_until_running()
+        except BaseException:
             self.leave()
-            if isinstance(error, TimeoutError):
-                raise self._still_loading() from None
             raise
         finally:
             self._waiting_for_restart -= 1
@@ -143,7 +152,7 @@ class ModelHost(EngineLoader):
 
     def load(self) -> None:
         """Start to load the model, unless it is loaded or loading."""
-        self._lifecycle.feed(residency.LoadRequested(self.key))
+        self._feed(LoadRequested(self.key))
 
     def retry_load(self) -> None:
         """Start to load a failed model if its pause is over; for callers that poll."""
@@ -160,15 +169,3 @@ class ModelHost(EngineLoader):
         assert self.engine is not None
         self.admission.resize(self.engine.slots)
         return size
-
-    async def measure(self) -> int:
-        """Return the memory it takes now, and report growth to the lifecycle."""
-        before = self.memory
-        now = await super().measure()
-        if now > before:
-            self._lifecycle.feed(residency.MemoryMeasured(self.key, now))
-        return now
-
-    def lose_engine(self, reason: str) -> None:
-        super().lose_engine(reason)
-        self._lifecycle.feed(residency.ModelLost(self.key))

@@ -150,7 +150,7 @@ Effect = ModelEffect
 class ResidencyState:
     """The state of one model."""
 
-    def __init__(self, order: int) -> None:
+    def __init__(self) -> None:
         self.keep_alive = math.inf
         self.is_pinned = False
         self.need: int | None = None
@@ -158,13 +158,18 @@ class ResidencyState:
         self.grown = 0
         """The most memory it took in use."""
         self.state: State = "unloaded"
-        self.order = order
+        self.order = 0
         self.running = 0
         self.waiting: dict[Ticket, None] = {}
         self.since = self.idle_since = 0.0
         self.is_estimating = self.is_load_requested = self.is_unload_requested = False
         self.is_removed = self.is_closed = self.is_unused = False
         self.removal_reason = ""
+
+    def take_waiting(self) -> tuple[Ticket, ...]:
+        tickets = tuple(self.waiting)
+        self.waiting.clear()
+        return tickets
 
     @property
     def is_wanted(self) -> bool:
@@ -199,8 +204,8 @@ class Residency:
 
     def enter(self, key: str) -> bool:
         """Start to use a model that admits requests at once; otherwise return False."""
-        model = self.models[key]
-        if not model.admits or model.waiting:
+        model = self.models.get(key)
+        if model is None or not model.admits or model.waiting:
             return False
         model.running += 1
         model.is_unused = False
@@ -224,7 +229,7 @@ class Residency:
         if isinstance(event, LimitsChanged):
             self.budget, self.turn = event.budget, event.turn
         elif isinstance(event, ModelAdded):
-            model = self.models.setdefault(event.key, ResidencyState(0))
+            model = self.models.setdefault(event.key, ResidencyState())
             model.keep_alive, model.is_pinned, model.is_removed = event.keep_alive, event.is_pinned, False
         elif isinstance(event, ModelEvent):
             return self._apply_to(self.models[event.key], event, now)
@@ -264,9 +269,7 @@ class Residency:
             model.is_unload_requested = model.state == "loaded"
             return []
         model.state = "unloading"
-        tickets = tuple(model.waiting)
-        model.waiting.clear()
-        return [RefuseRequests(key, tickets, is_unload_requested=True), AbortLoad(key)]
+        return [RefuseRequests(key, model.take_waiting(), is_unload_requested=True), AbortLoad(key)]
 
     def _apply_loaded(self, model: ResidencyState, event: ModelLoaded, now: float) -> list[Effect]:
         # An unknown need stays unknown: it is estimated when a budget requires it.
@@ -280,8 +283,7 @@ class Residency:
         return []
 
     def _admit(self, key: str, model: ResidencyState) -> AdmitRequests:
-        tickets = tuple(model.waiting)
-        model.waiting.clear()
+        tickets = model.take_waiting()
         model.running += len(tickets)
         model.is_unused = False
         return AdmitRequests(key, tickets)
@@ -291,16 +293,12 @@ class Residency:
         model.state = "unloaded"
         if isinstance(event, ModelLost) or not model.waiting:
             return []
-        tickets = tuple(model.waiting)
-        model.waiting.clear()
-        return [RefuseRequests(event.key, tickets)]
+        return [RefuseRequests(event.key, model.take_waiting())]
 
     def _refuse(self, key: str, model: ResidencyState) -> RefuseRequests:
         """Refuse the waiting requests: the model needs more than the budget."""
-        tickets = tuple(model.waiting)
-        model.waiting.clear()
         model.is_load_requested = False
-        return RefuseRequests(key, tickets, model.need)
+        return RefuseRequests(key, model.take_waiting(), model.need)
 
     def _decide(self, now: float) -> Iterator[Effect]:
         self.due = math.inf

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dragoman.config.model_spec import NO_DEFAULTS, ModelSpec, SamplingDefaults
+from dragoman.config.model_spec import NO_DEFAULTS, ModelSpec
 from dragoman.core.engine import ModelInfo
 from dragoman.core.errors import ConfigError, DragomanError
 from dragoman.files import sources
@@ -103,6 +103,7 @@ class ServedModel:
         self.found = found
         self.label = name
         """The name in metrics: always a known name, never one that a caller made up."""
+        self.sampling = NO_DEFAULTS if spec is None else spec.sampling
         self._static_info: StaticInfo | None = None
 
     @property
@@ -113,10 +114,6 @@ class ServedModel:
     def info(self) -> ModelInfo:
         """The engine's description of the model, once it is loaded."""
         return next((info for info in self._engine_models if info.name == self.name), ModelInfo(self.name))
-
-    @property
-    def sampling(self) -> SamplingDefaults:
-        return NO_DEFAULTS if self.spec is None else self.spec.sampling
 
     def member(self, name: str) -> "ServedModel | None":
         """Return one of the models that this one stands for; any name is accepted until the engine lists them."""

@@ -7,9 +7,8 @@ from dragoman.core.request import Tool
 from dragoman.formats.syntax import Braced, CallSection, JsonCall, ModelFormat, NamedJson, Pythonic, Tagged
 from dragoman.pipeline.call_readers import braced_calls, json_calls, python_calls, tagged_calls
 from dragoman.pipeline.event_writer import EventWriter, MalformedCall
-from dragoman.pipeline.text_buffer import MarkerMatch, Parser, TextBuffer
+from dragoman.pipeline.text_buffer import Emit, MarkerMatch, Parser, TextBuffer
 
-Emit = Callable[[str], None]
 MAX_JUNK = 16
 
 READERS: dict[type, Callable[[TextBuffer, Any, CallSection, EventWriter], Parser[None]]] = {
@@ -31,7 +30,7 @@ DETECTORS: dict[type, Callable[[TextBuffer, Any, CallSection], Parser[bool]]] = 
 
 
 class SectionReader:
-    """Reads the calls of one reply. Without offered tools, there are none."""
+    """Reads the calls of one reply. Only if tools were offered."""
 
     def __init__(self, syntax: ModelFormat, tools: Mapping[str, Tool], buffer: TextBuffer, writer: EventWriter) -> None:
         self.syntax = syntax
@@ -48,7 +47,7 @@ class SectionReader:
         yield from self._read(sections, match, emit, strict or match.marker.startswith("```"))
 
     def read_bare(self, space: str) -> Parser[bool]:
-        """Read calls without a marker, after this whitespace. False if there are none; then no text is consumed."""
+        """Read calls without a marker, after this whitespace. False without calls; then no text is consumed."""
         if (yield from self._detect(self.bare)) is None:
             return False
         yield from self._read(self.bare, MarkerMatch("", space), self.writer.write_text, strict=True)

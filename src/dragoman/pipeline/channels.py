@@ -14,8 +14,8 @@ import re
 
 from dragoman.formats.syntax import CallSection, Channels, JsonCall
 from dragoman.pipeline.call_readers import json_calls
-from dragoman.pipeline.call_sections import Emit, SectionReader
-from dragoman.pipeline.text_buffer import MarkerMatch, Parser, markers
+from dragoman.pipeline.call_sections import SectionReader
+from dragoman.pipeline.text_buffer import Emit, MarkerMatch, Parser, markers
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _HEADER = re.compile(r"\A(?:<\|start\|>)?(?:assistant)?\s*(?:to=\S*\s*)?(?:<\|channel\|>\s*\w*)?")

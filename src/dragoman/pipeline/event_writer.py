@@ -110,18 +110,15 @@ class EventWriter:
 
     def end_call(self) -> None:
         self.has_started_call = False
-        self._check("".join(self._arguments))
+        try:
+            msgspec.json.decode("".join(self._arguments))
+        except DECODE_ERRORS:
+            if not self._buffer.cut:
+                self.warn("the arguments of a tool call are not JSON")
         self._arguments.clear()
         self._buffer.start_recording()
         if not self._parallel:
             raise SingleCallDone
-
-    def _check(self, arguments: str) -> None:
-        try:
-            msgspec.json.decode(arguments)
-        except DECODE_ERRORS:
-            if not self._buffer.cut:
-                self.warn("the arguments of a tool call are not JSON")
 
     def warn(self, message: str) -> None:
         if message not in self.warnings:

@@ -243,12 +243,7 @@ async def _check_prompt_lengths(engine: Engine, requests: Sequence[GenerationReq
     for request in requests:
         tokens = await call_engine(engine.count_tokens, request)
         if tokens + (request.max_tokens != 0) > context:
-            raise ContextTooLong(
-                f"this model's maximum context length is {context} tokens, but the prompt has {tokens}",
-                param="prompt",
-                tokens=tokens,
-                limit=context - 1,
-            )
+            raise ContextTooLong.of(context, tokens, "prompt")
 
 
 def _without_prompt_usage(events: Sequence[Event]) -> Sequence[Event]:

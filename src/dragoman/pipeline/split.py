@@ -303,7 +303,7 @@ def starts_inside_reasoning(syntax: ModelFormat, text: str) -> bool:
     closers = {tags.close for tags in syntax.thoughts}
     known = markers(*closers, *(tags.open for tags in syntax.thoughts))
     at = 0
-    while (match := known.search(text, at)) is not None:
+    while (match := known.pattern.search(text, at)) is not None:
         at = match.end()
         if not is_quoted(text[: match.start()][-RECENT_LENGTH:], text[at : at + 1]):
             return match[0] in closers

@@ -18,6 +18,7 @@ import msgspec
 T = TypeVar("T")
 Parser = Generator[None, None, T]
 """Yields when it needs more text and returns what it read."""
+Emit = Callable[[str], None]
 
 MAX_GAP = 256
 """Whitespace before a marker that belongs to the marker, at most."""
@@ -44,19 +45,16 @@ class MarkerMatch(msgspec.Struct, frozen=True):
 class Markers:
     """Finds the first of several markers, and how much of the end of a text may be the beginning of one."""
 
-    def __init__(self, markers: Sequence[str], gap: Gap = "space") -> None:
-        self.all = sorted(set(filter(None, markers)), key=len, reverse=True)
+    def __init__(self, *texts: str, gap: Gap = "space") -> None:
+        self.all = sorted(set(filter(None, texts)), key=len, reverse=True)
         self.gap = gap
         self.longest = len(self.all[0]) if self.all else 0
         prefixes = sorted({marker[:end] for marker in self.all for end in range(1, len(marker))}, key=len, reverse=True)
-        self._marker = re.compile(_any_of(self.all))
+        self.pattern = re.compile(_any_of(self.all))
         self._prefix = re.compile(f"(?:{_any_of(prefixes)})\\Z")
         self.first = re.compile(
             "[" + "".join({re.escape(marker[0]) for marker in self.all}) + "]" if self.all else "(?!)"
         )
-
-    def search(self, text: str, start: int = 0) -> re.Match[str] | None:
-        return self._marker.search(text, start)
 
     def gap_before(self, text: str, end: int) -> int:
         """Return the start of the whitespace that belongs to a marker at `end`."""
@@ -72,10 +70,8 @@ class Markers:
         return self.gap_before(text, len(text) if partial is None else partial.start())
 
 
-@lru_cache(maxsize=1024)
-def markers(*texts: str, gap: Gap = "space") -> Markers:
-    """Cached: formats use the same markers for every reply, and building them is slow."""
-    return Markers(texts, gap)
+markers = lru_cache(maxsize=1024)(Markers)
+"""Cached: formats use the same markers for every reply, and building them is slow."""
 
 
 def _any_of(texts: Sequence[str]) -> str:
@@ -192,10 +188,10 @@ class TextBuffer:
         self.take(len(match))
         return bool(match)
 
-    def read_until(self, markers: Markers, emit: Callable[[str], None]) -> Parser[MarkerMatch]:
+    def read_until(self, markers: Markers, emit: Emit) -> Parser[MarkerMatch]:
         """Pass everything before the next marker to `emit`, and consume the marker."""
         while True:
-            match = markers.search(self.window)
+            match = markers.pattern.search(self.window)
             if match is not None:
                 begin = markers.gap_before(self.window, match.start())
                 if begin:

@@ -84,24 +84,21 @@ def _split_parallel_calls(messages: Sequence[Message]) -> Iterator[Message]:
     while index < len(messages):
         message = messages[index]
         index += 1
-        calls = [part for part in message.parts if isinstance(part, ToolCall)]
-        if len(calls) < 2:
+        if len(message.tool_calls) < 2:
             yield message
             continue
         end = next((end for end in range(index, len(messages)) if messages[end].role != "tool"), len(messages))
-        yield from _pair_calls_with_results(message, calls, messages[index:end])
+        yield from _pair_calls_with_results(message, messages[index:end])
         index = end
 
 
-def _pair_calls_with_results(
-    message: Message, calls: Sequence[ToolCall], results: Sequence[Message]
-) -> Iterator[Message]:
+def _pair_calls_with_results(message: Message, results: Sequence[Message]) -> Iterator[Message]:
     rest = [part for part in message.parts if not isinstance(part, ToolCall)]
     answers: dict[str | None, list[Message]] = {}
     for result in results:
         call_id = next((part.call_id for part in result.parts if isinstance(part, ToolResult)), None)
         answers.setdefault(call_id, []).append(result)
-    for call in calls:
+    for call in message.tool_calls:
         yield Message("assistant", (*rest, call), message.name)
         rest = []
         yield from answers.pop(call.id, [])
@@ -115,9 +112,8 @@ def _separate_text_from_calls(message: Message, capabilities: Capabilities) -> I
     if not kinds >= {Text, ToolCall} or not message.text:
         yield message
     elif not capabilities.text_with_thought and Reasoning in kinds:
-        thought = "".join(part.text for part in message.parts if isinstance(part, Reasoning))
-        calls = [part for part in message.parts if isinstance(part, ToolCall)]
-        yield Message("assistant", (Reasoning(f"{thought}\n\n{message.text}"), *calls), message.name)
+        thought = Reasoning(f"{message.reasoning}\n\n{message.text}")
+        yield Message("assistant", (thought, *message.tool_calls), message.name)
     elif not capabilities.text_with_calls and capabilities.repeated_roles:
         yield Message("assistant", (Text(message.text),), message.name)
         yield Message("assistant", tuple(part for part in message.parts if not isinstance(part, Text)), message.name)
@@ -191,13 +187,9 @@ def _merge_same_roles(messages: Iterable[Message]) -> Iterator[Message]:
 
 
 def _merge(messages: Sequence[Message]) -> Message:
-    texts = [message.text for message in messages if message.text]
-    thoughts = ["".join(part.text for part in message.parts if isinstance(part, Reasoning)) for message in messages]
-    thought = "\n\n".join(filter(None, thoughts))
-    calls = [part for message in messages for part in message.parts if isinstance(part, ToolCall)]
+    thought = "\n\n".join(message.reasoning for message in messages if message.reasoning)
+    text = "\n\n".join(message.text for message in messages if message.text)
+    parts: list[Part] = [Reasoning(thought)] if thought else []
+    parts += [Text(text), *(call for message in messages for call in message.tool_calls)]
     names = {message.name for message in messages}
-    return Message(
-        messages[0].role,
-        (*([Reasoning(thought)] if thought else []), Text("\n\n".join(texts)), *calls),
-        names.pop() if len(names) == 1 else None,
-    )
+    return Message(messages[0].role, tuple(parts), names.pop() if len(names) == 1 else None)

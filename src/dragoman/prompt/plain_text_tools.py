@@ -17,7 +17,6 @@ from dragoman.formats.syntax import (
     JsonCall,
     ModelFormat,
     NamedJson,
-    Pythonic,
     Tagged,
     split_fields,
 )
@@ -42,7 +41,7 @@ def write_tools_as_text(
 def format_calls(calls: Sequence[ToolCall], model_format: ModelFormat) -> str:
     section = _call_section(model_format)
     texts = [_format_call(call, index, section.call) for index, call in enumerate(calls)]
-    if (isinstance(section.call, JsonCall) and section.call.array) or isinstance(section.call, Pythonic):
+    if section.is_list:
         texts = [f"[{', '.join(texts)}]"]
     if section.multiple:
         return f"{section.open}{(section.separator or chr(10)).join(texts)}{section.close}"
@@ -63,11 +62,10 @@ def _message_as_text(message: Message, capabilities: Capabilities, model_format:
     if not capabilities.results and message.role == "tool":
         name = f' name="{message.name}"' if message.name else ""
         return text_message("user", f"<tool_response{name}>\n{message.text}\n</tool_response>")
-    calls = [part for part in message.parts if isinstance(part, ToolCall)]
-    if capabilities.calls or not calls:
+    if capabilities.calls or not message.tool_calls:
         return message
-    rest = tuple(part for part in message.parts if isinstance(part, Reasoning))
-    text = "\n".join(filter(None, [message.text, format_calls(calls, model_format)]))
+    rest = [part for part in message.parts if isinstance(part, Reasoning)]
+    text = "\n".join(filter(None, [message.text, format_calls(message.tool_calls, model_format)]))
     return Message("assistant", (*rest, Text(text)), message.name)
 
 

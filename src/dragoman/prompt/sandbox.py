@@ -57,10 +57,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=self.measure)
         self.concat = template_limits.join_pieces  # type: ignore[method-assign]
         self.filters |= {"tojson": _tojson, "replace": _replace, "join": _join, "indent": _indent, "format": _format}
-        self.filters |= {"center": _center, "round": _round, "sum": _sum}
+        self.filters |= {"round": _round, "sum": _sum}
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": strftime_now}
         # These can produce large values, and chat templates do not use them.
-        for name in ("wordwrap", "urlize", "batch", "slice"):
+        for name in ("batch", "center", "slice", "urlize", "wordwrap"):
             del self.filters[name]
         del self.globals["lipsum"]
         self.filters = {
@@ -106,8 +106,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Also block methods of numbers and bytes: some produce large values, and chat templates do not use them."""
-        return not isinstance(obj, int | bytes) and super().is_safe_attribute(obj, attr, value)
+        """Also block methods that produce large values and that chat templates do not use."""
+        is_text_method = isinstance(obj, str) and attr in ("center", "expandtabs", "translate")
+        return not (is_text_method or isinstance(obj, int | bytes)) and super().is_safe_attribute(obj, attr, value)
 
     # Positional-only, because the template may use any keyword argument.
     def call(self, context: Context, method: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -270,11 +271,6 @@ def _indent(value: str, width: int | str = 4, first: bool = False, blank: bool =
 def _format(value: str, *args: Any, **kwargs: Any) -> str:
     template_limits.check_format(value, (*args, *kwargs.values()))
     return filters.do_format(value, *args, **kwargs)
-
-
-def _center(value: str, width: int = 80) -> str:
-    template_limits.check_width(width)
-    return filters.do_center(value, width)
 
 
 def _round(value: float, precision: int = 0, method: Literal["common", "ceil", "floor"] = "common") -> float:

@@ -29,7 +29,7 @@ from dragoman.prompt.template_messages import (
     to_template_tool,
     transform_strings,
 )
-from dragoman.prompt.variables import THINKING_VARIABLES, TemplateVariables, build_variables
+from dragoman.prompt.variables import THINKING_VARIABLES, build_variables
 
 FALLBACK_TEMPLATE = """\
 {%- for message in messages %}
@@ -57,10 +57,6 @@ class Prompt(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         return "".join(segment.text for segment in self.segments)
-
-    @property
-    def thinking(self) -> bool:
-        return self.opener is not None
 
 
 class ChatTemplate:
@@ -102,14 +98,16 @@ class ChatTemplate:
         self._fallbacks = tuple(_fallbacks(self._capabilities))
 
     def render(self, request: GenerationRequest) -> Prompt:
-        known = build_variables(request, self._compiled, self._capabilities, self._thinks, self._allowed)
+        values, ignored = build_variables(request, self._compiled, self._capabilities, self._thinks, self._allowed)
         try:
             with limit_rendering(self._seconds):
-                return self._render_first_accepted(request, known)
+                return self._render_first_accepted(request, values, ignored)
         except RecursionError as error:
             raise BadRequest("the conversation is nested too deeply", param="messages") from error
 
-    def _render_first_accepted(self, request: GenerationRequest, known: TemplateVariables) -> Prompt:
+    def _render_first_accepted(
+        self, request: GenerationRequest, values: Mapping[str, Any], ignored: tuple[str, ...]
+    ) -> Prompt:
         split_messages = list(split_tool_results(request.messages, self._format.call_ids))
         tried: list[tuple[Message, ...]] = []
         first_error: DragomanError | None = None
@@ -121,13 +119,13 @@ class ChatTemplate:
             tried.append(messages)
             try:
                 tools = request.tools if capabilities.tools else ()
-                segments = self._segments(messages, tools, capabilities, known.values)
+                segments = self._segments(messages, tools, capabilities, values)
             except _TemplateRejectedError as error:
                 first_error = first_error or error.error
             else:
                 shows_names = capabilities.names and _count_names(messages) == _count_names(split_messages)
                 lost = () if shows_names or not _count_names(request.messages) else ("messages.name",)
-                return Prompt(segments, self._find_opener(segments), (*known.ignored, *lost))
+                return Prompt(segments, self._find_opener(segments), (*ignored, *lost))
         assert first_error is not None
         raise first_error
 

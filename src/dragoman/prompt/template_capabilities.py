@@ -5,12 +5,13 @@ it reports its error when it is used. A template that exceeds the time or memory
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from dragoman.core.request import Message, Reasoning, Text, Tool, ToolCall, ToolResult
+from dragoman.core.request import Message, Reasoning, Role, Text, Tool, ToolCall, ToolResult
 from dragoman.prompt.sandbox import CompiledTemplate
 from dragoman.prompt.template_messages import Capabilities, text_message, to_template_messages, to_template_tool
 
@@ -27,16 +28,13 @@ _SCHEMA = {"type": "object", "properties": {"muon": {"type": "string", "descript
 _TOOLS = [to_template_tool(Tool(call.name, "boson", _SCHEMA), str) for call in _CALLS]
 
 
-def _user(number: int = 1) -> Message:
-    return text_message("user", f"quark{number}")
+def _example(role: Role, word: str, number: int = 1) -> Message:
+    return text_message(role, f"{word}{number}")
 
 
-def _assistant(number: int = 1) -> Message:
-    return text_message("assistant", f"hadron{number}")
-
-
-def _system(number: int = 1) -> Message:
-    return text_message("system", f"meson{number}")
+_user = partial(_example, "user", "quark")
+_assistant = partial(_example, "assistant", "hadron")
+_system = partial(_example, "system", "meson")
 
 
 class _Probe(msgspec.Struct, frozen=True):

@@ -31,7 +31,7 @@ MAX_SLOW_TEXT = 100_000
 """Characters for filters that process each character in Python."""
 
 CONTAINERS = (list, tuple, dict, MappingView, Namespace)
-PADDING = ("center", "ljust", "rjust", "zfill")
+PADDING = ("ljust", "rjust", "zfill")
 SPLITTING = ("split", "rsplit", "splitlines")
 COMPARING = ("index", "count")
 
@@ -127,19 +127,11 @@ def check_call(method: Any, arguments: tuple[Any, ...], options: Mapping[str, An
             check_container(value)
     if not isinstance(text, str):
         return arguments
-    if name == "expandtabs":
-        width = arguments[0] if arguments else options.get("tabsize", 8)
-        check_width(width)
-        _check_size(text, len(text) + text.count("\t") * width if isinstance(width, int) else 0)
-    elif name == "join" and arguments:
+    if name == "join" and arguments:
         arguments = (to_list(arguments[0]),)
         check_join(text, arguments[0])
     elif name == "replace":
         check_replace(text, *arguments[:2])
-    elif name == "translate" and arguments:
-        values = arguments[0].values() if isinstance(arguments[0], dict) else arguments[0]
-        if isinstance(values, Iterable):
-            _check_size(text, len(text) * max(map(_size, values), default=1))
     elif name in PADDING and arguments:
         check_width(arguments[0])
     elif name in SPLITTING:

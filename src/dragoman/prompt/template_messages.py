@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from dragoman.core.errors import DECODE_ERRORS
-from dragoman.core.request import Message, Reasoning, Role, Text, Tool, ToolCall, ToolResult
+from dragoman.core.request import Message, Role, Text, Tool, ToolCall, ToolResult
 
 TextTransform = Callable[[str], str]
 
@@ -68,24 +68,16 @@ def to_template_messages(
         entry: dict[str, Any] = {"role": message.role, "content": content}
         if message.name is not None:
             entry["name"] = mark(message.name)
-        entry |= _optional_fields(message, capabilities, mark)
+        if message.tool_calls:
+            entry["tool_calls"] = [_call(call, capabilities, mark) for call in message.tool_calls]
+            if capabilities.null_content and not message.text:
+                entry["content"] = None
+        if message.reasoning and capabilities.reasoning_key is not None:
+            entry[capabilities.reasoning_key] = mark(message.reasoning)
+        for part in message.parts:
+            if isinstance(part, ToolResult):
+                entry["tool_call_id"] = mark(part.call_id)
         yield entry
-
-
-def _optional_fields(message: Message, capabilities: Capabilities, mark: TextTransform) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    calls = [_call(part, capabilities, mark) for part in message.parts if isinstance(part, ToolCall)]
-    if calls:
-        fields["tool_calls"] = calls
-        if capabilities.null_content and not message.text:
-            fields["content"] = None
-    thoughts = "".join(part.text for part in message.parts if isinstance(part, Reasoning))
-    if thoughts and capabilities.reasoning_key is not None:
-        fields[capabilities.reasoning_key] = mark(thoughts)
-    for part in message.parts:
-        if isinstance(part, ToolResult):
-            fields["tool_call_id"] = mark(part.call_id)
-    return fields
 
 
 def _call(call: ToolCall, capabilities: Capabilities, mark: TextTransform) -> dict[str, Any]:

@@ -10,8 +10,6 @@ other                          options of the request that the operator allows
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgspec
-
 from dragoman.core.errors import BadRequest
 from dragoman.core.features import Feature
 from dragoman.core.request import GenerationRequest, Thinking
@@ -22,31 +20,24 @@ SWITCHES = ("enable_thinking", "thinking")
 THINKING_VARIABLES = frozenset({*SWITCHES, "reasoning_effort"})
 
 
-class TemplateVariables(msgspec.Struct, frozen=True):
-    values: Mapping[str, Any]
-    ignored: tuple[str, ...]
-
-
 def build_variables(
     request: GenerationRequest,
     compiled: CompiledTemplate,
     capabilities: Capabilities,
     thinks: bool,
     allowed: Iterable[str],
-) -> TemplateVariables:
-    """`thinks`: the template supports reasoning."""
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the variables, and the requested parameters that the template does not support. `thinks`: it supports
+    reasoning."""
     options = _requested_options(request, allowed)
-    values = (
-        {"date_string": strftime_now("%d %b %Y")}
-        | _thinking_variables(request.thinking, compiled, capabilities)
-        | options
-    )
+    values: dict[str, Any] = {"date_string": strftime_now("%d %b %Y")}
+    values |= _thinking_variables(request.thinking, compiled, capabilities) | options
     if request.documents:
         values["documents"] = list(request.documents)
     known = {name: value for name, value in values.items() if name in compiled.variables}
     lost = [f"chat_template_kwargs.{name}" for name in options if name not in known]
     lost += ["documents"] if request.documents and "documents" not in known else []
-    return TemplateVariables(known, (*_ignored_thinking_params(request, known, thinks), *lost))
+    return known, (*_ignored_thinking_params(request, known, thinks), *lost)
 
 
 def _requested_options(request: GenerationRequest, allowed: Iterable[str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class
 from dragoman.models import local_engine
-from dragoman.models.engine_loader import BuildEngine, OnEngineLost
+from dragoman.models.engine_loader import OnEngineLost
 from dragoman.ray.engine import Replica, ReplicaEngine
 from dragoman.server.app import App
 from dragoman.server.http.response import Receive, Scope, Send
@@ -107,11 +107,7 @@ def _deployment(spec: ModelSpec, name: str) -> Any:
         name=name,
         max_ongoing_requests=_ongoing_requests(spec),
         graceful_shutdown_timeout_s=scale.graceful_shutdown_timeout_s,
-        ray_actor_options={
-            "num_cpus": scale.num_cpus,
-            "num_gpus": scale.num_gpus,
-            "resources": dict(scale.resources),
-        },
+        ray_actor_options={"num_cpus": scale.num_cpus, "num_gpus": scale.num_gpus, "resources": dict(scale.resources)},
         request_router_config=RequestRouterConfig(request_router_class="dragoman.ray.router.PrefixRouter"),
         **scaling,
     )
@@ -125,20 +121,14 @@ def _ongoing_requests(spec: ModelSpec) -> int:
 def _build_app(settings: Settings, names: Mapping[str, str]) -> App:
     """Build the app of the entrance, whose engines are the deployments of these names."""
     app_name = serve.get_replica_context().app_name
+    handles = {name: serve.get_deployment_handle(deployed, app_name) for name, deployed in names.items()}
 
-    def engine_factory(spec: ModelSpec, limits: Limits) -> BuildEngine:
-        if spec.name not in names:
-            return local_engine(spec, limits)
-        return _replica_engine(spec, serve.get_deployment_handle(names[spec.name], app_name))
+    async def engine_factory(spec: ModelSpec, limits: Limits, on_lost: OnEngineLost) -> Engine:
+        if spec.name not in handles:
+            return await local_engine(spec, limits, on_lost)
+        return ReplicaEngine(spec.name, handles[spec.name], _ongoing_requests(spec) * spec.ray.most)
 
     app = build_app(settings, engine_factory=engine_factory)
     for model in app.catalog.models.values():
         model.host.load()
     return app
-
-
-def _replica_engine(spec: ModelSpec, handle: Any) -> BuildEngine:
-    async def build(on_lost: OnEngineLost) -> Engine:
-        return ReplicaEngine(spec.name, handle, _ongoing_requests(spec) * spec.ray.most)
-
-    return build

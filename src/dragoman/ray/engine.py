@@ -11,8 +11,9 @@ Rules
    the replica reports that it is unhealthy, and Serve replaces it.
 """
 
+import itertools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -55,7 +56,7 @@ NO_REPLICA = "no replica of this model is available; try again later"
 class Replica:
     async def __init__(self, spec: ModelSpec, limits: Limits) -> None:  # type: ignore[misc]
         self._lost_reason: str | None = None
-        self._engine = await local_engine(spec, limits)(self._note_lost)
+        self._engine = await local_engine(spec, limits, self._note_lost)
         await self._engine.start()
         for info in self._engine.models():
             get_format(info.format)
@@ -108,17 +109,21 @@ class ReplicaEngine(ProxyEngine):
             raise BadRequest(UNSENDABLE) from error
         call = ReplicaCall(body, hash_prefixes(request))
         has_output = False
-        tries = 0
-        while True:
-            tries += 1
+        for attempt in itertools.count(1):
+            held: Sequence[Event] = ()
             try:
-                async with aclosing(_merge_started(self._stream(call))) as batches:
+                async with aclosing(self._stream(call)) as batches:
                     async for events in batches:
+                        # Hold back `Started` until the next events: until then another replica can be tried.
+                        if not has_output and len(events) == 1 and type(events[0]) is Started:
+                            held = events
+                            continue
                         has_output = True
-                        await notify(listener, events)
+                        await notify(listener, [*held, *events] if held else events)
+                        held = ()
                 return
             except EngineDied:
-                if has_output or tries >= MAX_TRIES:
+                if has_output or attempt == MAX_TRIES:
                     raise
                 log.warning("request %s: its replica died before the first output; trying another", request.id)
                 call = call.retry()
@@ -151,32 +156,15 @@ class ReplicaEngine(ProxyEngine):
         while True:
             tries += 1
             try:
-                return await _await_result(method.remote, call)
-            except EngineDied:
-                if tries >= MAX_TRIES:
-                    raise
-                call = call.retry()
-
-
-async def _await_result(method: Callable[[ReplicaCall], Awaitable[bytes]], call: ReplicaCall) -> bytes:
-    try:
-        return await method(call)
-    except (RayError, RayServeException) as error:
-        raise _translate(error) from error
-    finally:
-        call.close()
-
-
-async def _merge_started(batches: AsyncGenerator[Sequence[Event], None]) -> AsyncGenerator[Sequence[Event], None]:
-    """Hold back `Started` until the next events: until then another replica can be tried."""
-    held: Sequence[Event] = ()
-    async with aclosing(batches):
-        async for events in batches:
-            if not held and len(events) == 1 and type(events[0]) is Started:
-                held = events
-                continue
-            yield [*held, *events] if held else events
-            held = ()
+                answer: bytes = await method.remote(call)
+                return answer
+            except (RayError, RayServeException) as error:
+                translated = _translate(error)
+                if not isinstance(translated, EngineDied) or tries == MAX_TRIES:
+                    raise translated from error
+            finally:
+                call.close()
+            call = call.retry()
 
 
 def _translate(error: Exception) -> DragomanError:

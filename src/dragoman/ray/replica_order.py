@@ -5,13 +5,11 @@ Rules
    (as for the servers of `upstream`, see its `pool`).
 2. The others follow, least busy first. A replica without room leaves the request to the next.
 3. Replicas that were tried already come last.
-4. A new replica may take the spot of one that has gone, but not its prefixes.
-5. Calls may begin and end in different threads.
-6. A call is counted for its replica from the moment of the choice, so that concurrent choices see each other.
+4. Calls may begin and end in different threads.
+5. A call is counted for its replica from the moment of the choice, so that concurrent choices see each other.
 """
 
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 
 from dragoman.engines.upstream.pool import PoolMember, ServerPool
@@ -37,13 +35,13 @@ class ReplicaCall:
     def retry(self) -> "ReplicaCall":
         return ReplicaCall(self.body, self.links, self.tried)
 
-    def assign(self, replica: str, begin_count: Callable[[], Callable[[], None]]) -> None:
-        """Count the call for a replica; `begin_count` returns the function that ends the count."""
+    def assign(self, replica: str, selector: "ReplicaSelector") -> None:
+        """Count the call for a replica."""
         with self._lock:
             if self._is_closed or self._replica == replica:
                 return
             self._end_assignment()
-            self._replica, self._end_count = replica, begin_count()
+            self._replica, self._end_count = replica, selector.begin_call(replica, self.links)
 
     def close(self) -> None:
         """End the count: the call was answered or has failed."""
@@ -58,49 +56,38 @@ class ReplicaCall:
 
 
 class ReplicaSelector:
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._pool = ServerPool((), clock)
-        self._spots: dict[str, int] = {}
+    def __init__(self) -> None:
+        self._members: dict[str, PoolMember] = {}
+        self._pool: ServerPool[PoolMember] = ServerPool(())
         self._lock = threading.Lock()
 
     def update(self, replicas: Collection[str]) -> None:
         """Set the replicas that exist now."""
         with self._lock:
-            for replica in [known for known in self._spots if known not in replicas]:
-                self._pool.drain(self._spots.pop(replica), drained=True)
+            for replica in [known for known in self._members if known not in replicas]:
+                self._pool.members.remove(self._members.pop(replica))
             for replica in replicas:
-                if replica not in self._spots:
-                    self._spots[replica] = self._free_spot()
-
-    def _free_spot(self) -> int:
-        used = set(self._spots.values())
-        for at, spot in enumerate(self._pool.members):
-            # A spot with running calls of its old replica would start with a wrong count.
-            if at not in used and not spot.running:
-                self._pool.reset_member(at)
-                return at
-        self._pool.members.append(PoolMember())
-        return len(self._pool.members) - 1
+                if replica not in self._members:
+                    self._members[replica] = PoolMember()
+                    self._pool.add(self._members[replica])
 
     def order(self, links: Sequence[bytes], tried: Collection[str] = ()) -> list[str]:
         """Return all replicas in the order of preference."""
         with self._lock:
-            replicas = {at: replica for replica, at in self._spots.items()}
-            tried_spots = {self._spots[replica] for replica in tried if replica in self._spots}
-            first = self._pool.find_preferred(links, tried_spots)
-            order = sorted(replicas, key=lambda at: (at != first, at in tried_spots, self._pool.members[at].load))
-            return [replicas[at] for at in order]
+            members = self._members
+            first = self._pool.find_preferred(links, {members[replica] for replica in tried if replica in members})
+            return sorted(members, key=lambda name: (members[name] is not first, name in tried, members[name].load))
 
     def begin_call(self, replica: str, links: Sequence[bytes]) -> Callable[[], None]:
         """Count a call to a replica; the caller calls the result once, at the end of the call."""
         with self._lock:
-            at = self._spots.get(replica)
+            member = self._members.get(replica)
             # A replica that has gone has no count.
-            if at is not None:
-                self._pool.take(at, links)
-        return lambda: self._end(at)
+            if member is not None:
+                self._pool.take(member, links)
+        return lambda: self._end(member)
 
-    def _end(self, at: int | None) -> None:
-        if at is not None:
+    def _end(self, member: PoolMember | None) -> None:
+        if member is not None:
             with self._lock:
-                self._pool.ended(at)
+                self._pool.ended(member)

@@ -23,23 +23,16 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc,unused-ignore]
         if pending_request is not None:
             # Wait before the next attempt if all replicas are full.
             pending_request.routing_context.should_backoff = True
-        return [[by_name[name]] for name in self._order(_replica_call(pending_request))]
-
-    def _order(self, call: ReplicaCall | None) -> list[str]:
-        if call is None:
-            return self._selector.order(())
-        order = self._selector.order(call.links, call.tried)
-        if order:
-            self._assign(call, order[0])
-        return order
-
-    def _assign(self, call: ReplicaCall, replica: str) -> None:
-        call.assign(replica, lambda: self._selector.begin_call(replica, call.links))
+        call = _replica_call(pending_request)
+        order = self._selector.order(()) if call is None else self._selector.order(call.links, call.tried)
+        if call is not None and order:
+            call.assign(order[0], self._selector)
+        return [[by_name[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
         call = _replica_call(pending_request)
         if call is not None:
-            self._assign(call, replica_id.unique_id)
+            call.assign(replica_id.unique_id, self._selector)
             call.tried.append(replica_id.unique_id)
 
 

@@ -20,7 +20,7 @@ from dragoman.server.base_app import BaseApp, Route, RouteTable
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LocalModelLease
 from dragoman.server.telemetry.recorder import TelemetryRecorder, describe_run
-from dragoman.storage.response_store import MemoryResponseStore, ResponseStore
+from dragoman.storage.response_store import MemoryResponseStore
 
 log = logging.getLogger("dragoman")
 
@@ -53,7 +53,7 @@ def _keep_fixed_settings(loaded: Settings, initial: Settings) -> tuple[Settings,
 
 class App(BaseApp):
     telemetry: TelemetryRecorder
-    responses: ResponseStore
+    responses: MemoryResponseStore
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from dragoman.config.settings import Limits, Settings
+from dragoman.config.settings import Settings
 from dragoman.core import loop_guard
 from dragoman.core.errors import (
     ConfigError,
@@ -42,7 +42,7 @@ from dragoman.server.http.response import Receive, Scope, Send
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import ModelLease
 from dragoman.server.telemetry.recorder import Recorder
-from dragoman.storage.response_store import BasicResponseStore
+from dragoman.storage.response_store import ResponseStore
 
 STOPPING = "the server is stopping"
 METRICS_PATH = "/metrics"
@@ -80,48 +80,27 @@ class RouteTable(Generic[AppT]):
     paths: Mapping[str, Methods[AppT]]
     prefixes: Mapping[str, Methods[AppT]]
 
-    def methods_at(self, path: str) -> Methods[AppT]:
-        """The routes of a path by method; empty for an unknown path."""
-        methods = self.paths.get(path)
-        if methods is not None:
-            return methods
+    def methods_below(self, path: str) -> Methods[AppT]:
+        """The routes by method of a path that starts with a prefix; empty for an unknown path."""
         for prefix, methods in self.prefixes.items():
             if path.startswith(prefix) and len(path) > len(prefix):
                 return methods
         return {}
 
 
-class DeadlineMonitor:
-    """One timer for all open requests."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._keepalive = limits.keepalive_seconds
-        shortest = min(self._keepalive, limits.stall_seconds, limits.body_seconds, limits.request_seconds)
-        self._interval = min(CHECK_SECONDS, shortest / 4)
-        self.exchanges: set[HttpExchange] = set()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def add(self, exchange: HttpExchange) -> None:
-        self.exchanges.add(exchange)
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._interval, self._check)
-
-    def _check(self) -> None:
-        self._timer = None
-        now = time.monotonic()
-        for exchange in self.exchanges:
-            exchange.check(now, self._keepalive)
-        if self.exchanges:
-            self._timer = asyncio.get_running_loop().call_later(self._interval, self._check)
-
-
 class BaseApp(ABC):
-    responses: BasicResponseStore
+    responses: ResponseStore
 
     def __init__(self, routes: RouteTable[Any], settings: Settings, telemetry: Recorder) -> None:
         self.routes = routes
-        self.monitor = DeadlineMonitor(settings.limits)
         self.telemetry = telemetry
+        self.exchanges: set[HttpExchange] = set()
+        """The open requests. One timer checks all of them."""
+        self._timer: asyncio.TimerHandle | None = None
+        limits = settings.limits
+        self._keepalive = limits.keepalive_seconds
+        shortest = min(self._keepalive, limits.stall_seconds, limits.body_seconds, limits.request_seconds)
+        self._check_interval = min(CHECK_SECONDS, shortest / 4)
         self.is_stopping = False
         self._started = False
         self._apply(settings, Authenticator(settings), TrustedProxies(settings.proxies))
@@ -184,7 +163,9 @@ class BaseApp(ABC):
         exchange = HttpExchange(scope, receive, send)
         if self.is_stopping:
             exchange.stopping = Unavailable(STOPPING, retry_after=10)
-        self.monitor.add(exchange)
+        self.exchanges.add(exchange)
+        if self._timer is None:
+            self._start_timer()
         try:
             await self._dispatch(exchange)
         except asyncio.CancelledError:
@@ -196,20 +177,21 @@ class BaseApp(ABC):
         except Exception as error:  # noqa: BLE001 (sent to the client and logged)
             await self._fail(exchange, exchange.public_error(error))
         finally:
-            self.monitor.exchanges.discard(exchange)
+            self.exchanges.discard(exchange)
             exchange.close()
             if not exchange.is_answered_by_parent:
                 self.telemetry.request(exchange.record)
 
     async def _dispatch(self, exchange: HttpExchange) -> None:
         path, method, response = exchange.path, exchange.method, exchange.response
-        methods = self.routes.methods_at(path)
-        if path not in self.routes.paths:
+        methods = self.routes.paths.get(path)
+        if methods is None:
+            methods = self.routes.methods_below(path)
             # The path may contain a key by mistake.
             exchange.record.route = f"{method} {self._authenticator.redact(path)[:100]}"
         route = methods.get("GET" if method == "HEAD" else method)
         exchange.record.id = new_id(route.id_prefix if route else "req-")
-        response.set_family(route.family if route and route.family else family(path, exchange.headers))
+        response.family = route.family if route and route.family else family(path, exchange.headers)
         exchange.check_headers(self._hosts)
         self._note_client(exchange)
         if not self._cors.is_empty:
@@ -233,6 +215,17 @@ class BaseApp(ABC):
         else:
             raise exchange.not_found_error()
 
+    def _start_timer(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._check_interval, self._check_exchanges)
+
+    def _check_exchanges(self) -> None:
+        self._timer = None
+        now = time.monotonic()
+        for exchange in self.exchanges:
+            exchange.check(now, self._keepalive)
+        if self.exchanges:
+            self._start_timer()
+
     def _is_preflight(self, exchange: HttpExchange) -> bool:
         headers = exchange.headers
         is_request = exchange.method == "OPTIONS" and b"access-control-request-method" in headers
@@ -240,7 +233,10 @@ class BaseApp(ABC):
 
     def _note_client(self, exchange: HttpExchange) -> None:
         record, peer = exchange.record, exchange.peer
-        loop_guard.store_path_header(exchange.headers.get(loop_guard.HEADER_BYTES))
+        path_header = exchange.headers.get(loop_guard.HEADER_BYTES)
+        if path_header is not None or loop_guard.stored_path.get():
+            # A pipelined request starts with the context of the request before it.
+            loop_guard.store_path_header(path_header)
         if self._proxies.is_empty:
             record.client = peer
         else:
@@ -250,8 +246,10 @@ class BaseApp(ABC):
             record.trace = exchange.headers[b"traceparent"].decode("latin-1")[:100]
 
     def _authorize(self, exchange: HttpExchange, scope: RouteScope | None) -> None:
-        timeout = exchange.headers.get(b"x-dragoman-timeout")
-        exchange.timer.set_deadline(self.settings.limits.request_seconds, timeout)
+        timer = exchange.timer
+        timer.deadline = timer.started + self.settings.limits.request_seconds
+        if b"x-dragoman-timeout" in exchange.headers:
+            timer.shorten_deadline(exchange.headers[b"x-dragoman-timeout"])
         exchange.caller = caller = self._authenticator.authenticate(exchange.headers)
         exchange.record.principal = caller.principal
         exchange.record.scope = scope
@@ -281,7 +279,7 @@ class BaseApp(ABC):
     def stop_requests(self) -> None:
         """From now on, a cancelled request gets the error that the server is stopping."""
         self.is_stopping = True
-        for exchange in self.monitor.exchanges:
+        for exchange in self.exchanges:
             exchange.stopping = Unavailable(STOPPING, retry_after=10)
 
 

@@ -33,11 +33,11 @@ from dragoman.core.errors import (
     RequestTimeout,
     TooLarge,
 )
-from dragoman.protocols.json_body import LARGE_BODY
+from dragoman.protocols.json_body import LARGE_BODY, has_more_elements
 from dragoman.protocols.wire_protocol import EVENT_STREAM, OPENAI, Family
 from dragoman.server.auth.callers import UNRESTRICTED, Caller, QuotaUsage
-from dragoman.server.http.bodies import check_media_type, decode_body, run_in_body_thread
-from dragoman.server.http.headers import RawHeaders, host_name, merge_headers
+from dragoman.server.http.bodies import run_in_body_thread
+from dragoman.server.http.headers import RawHeaders, check_media_type, host_name, merge_headers
 from dragoman.server.http.response import DIRECT, Receive, Response, Scope, Send
 from dragoman.server.telemetry.metrics import CLIENT_DISCONNECTED, Meter, RequestRecord
 
@@ -69,7 +69,8 @@ class RequestTimer:
         """Require each further step within this time."""
         self._allowed = seconds
         self._make_error = make_error
-        self.note_progress()
+        self.last_progress = now = time.monotonic()
+        self.due = now + seconds
 
     def note_progress(self) -> None:
         self.last_progress = now = time.monotonic()
@@ -84,17 +85,15 @@ class RequestTimer:
     def stop(self) -> None:
         self.due = self.deadline = math.inf
 
-    def set_deadline(self, seconds: float, header: bytes | None) -> None:
-        """Limit the whole request. The client's X-Dragoman-Timeout header may shorten the limit."""
-        if header is not None:
-            try:
-                requested = float(header)
-            except ValueError:
-                requested = math.nan
-            if not 0 < requested < math.inf:
-                raise BadRequest("the header X-Dragoman-Timeout must be a number of seconds greater than 0")
-            seconds = min(seconds, requested)
-        self.deadline = self.started + seconds
+    def shorten_deadline(self, header: bytes) -> None:
+        """Apply the client's X-Dragoman-Timeout header."""
+        try:
+            seconds = float(header)
+        except ValueError:
+            seconds = math.nan
+        if not 0 < seconds < math.inf:
+            raise BadRequest("the header X-Dragoman-Timeout must be a number of seconds greater than 0")
+        self.deadline = min(self.deadline, self.started + seconds)
 
     def timeout_error(self, now: float) -> DragomanError | None:
         if now > self.deadline:
@@ -117,7 +116,7 @@ class ResponseWriter:
     _warnings: tuple[str, ...] = ()
     _head_sent: asyncio.Event | None = None
     """Set while the head of a stream is being sent."""
-    _comment_task: asyncio.Task[None] | None = None
+    comment_task: asyncio.Task[None] | None = None
 
     def __init__(self, send: Send, direct: Response | None, timer: RequestTimer, record: RequestRecord) -> None:
         self._send = send
@@ -127,11 +126,6 @@ class ResponseWriter:
         self.extra_headers: RawHeaders = []
         self.written = timer.started
         """When the stream was written to last."""
-
-    def set_family(self, family: Family) -> None:
-        self.family = family
-        if family.id_header is not None:
-            self.extra_headers.append((family.id_header, self._record.id.encode()))
 
     def close_connection(self) -> None:
         self.extra_headers.append((b"connection", b"close"))
@@ -168,7 +162,10 @@ class ResponseWriter:
     def _headers(self, status: int, content_type: bytes, length: int | None) -> RawHeaders:
         self.is_started = True
         self._record.status = status
-        headers = [(b"content-type", content_type), (b"x-request-id", self._record.id.encode()), *self.extra_headers]
+        request_id = self._record.id.encode()
+        headers = [(b"content-type", content_type), (b"x-request-id", request_id), *self.extra_headers]
+        if self.family.id_header is not None:
+            headers.append((self.family.id_header, request_id))
         if self._ignored:
             headers.append((b"x-dragoman-ignored", _list_header(self._ignored)))
         if self._warnings:
@@ -209,8 +206,8 @@ class ResponseWriter:
         return True
 
     def send_comment(self) -> None:
-        if self._comment_task is None or self._comment_task.done():
-            self._comment_task = asyncio.create_task(self._send_comment())
+        if self.comment_task is None or self.comment_task.done():
+            self.comment_task = asyncio.create_task(self._send_comment())
 
     async def _send_comment(self) -> None:
         if self.is_streaming and (not self.is_started or self._head_sent is not None):
@@ -227,10 +224,6 @@ class ResponseWriter:
         if self._head_sent is not None:
             await self._head_sent.wait()
         await self._send({"type": "http.response.body", "body": data})
-
-    def close(self) -> None:
-        if self._comment_task is not None:
-            self._comment_task.cancel()
 
 
 def _list_header(values: Sequence[str]) -> bytes:
@@ -303,8 +296,10 @@ class HttpExchange:
 
     async def read_body(self, limits: Limits, decode: Callable[[bytes], T]) -> T:
         """Read the body and decode it; a large one is decoded in a thread."""
-        check_media_type(self.headers)
-        if int(self.headers.get(b"content-length", b"0")) > limits.body_bytes:
+        headers = self.headers
+        coding = headers.get(b"content-encoding", b"identity")
+        check_media_type(headers.get(b"content-type", b""), coding, b"origin" in headers)
+        if int(headers.get(b"content-length", b"0")) > limits.body_bytes:
             raise self._too_large(limits)
         body = None if self._direct is None else self._direct.take_body()
         if body is None:
@@ -313,8 +308,12 @@ class HttpExchange:
             raise self._too_large(limits)
         self._is_body_read = True
         self.weight = len(body)
-        decode_checked = partial(decode_body, body, limits.body_elements, decode)
-        return await run_in_body_thread(decode_checked) if len(body) > LARGE_BODY else decode_checked()
+        is_large = len(body) > LARGE_BODY
+        has_too_many, decode_body = partial(has_more_elements, body, limits.body_elements), partial(decode, body)
+        if await run_in_body_thread(has_too_many) if is_large else has_too_many():
+            limit = limits.body_elements
+            raise TooLarge(f"the body has more than {limit} JSON elements (`limits.body_elements` of this server)")
+        return await run_in_body_thread(decode_body) if is_large else decode_body()
 
     async def _receive_body(self, limits: Limits) -> bytes:
         body = bytearray()
@@ -388,11 +387,13 @@ class HttpExchange:
             self._listener.cancel()
             # A cancelled task refers to this object through its traceback: without this, it would be a cycle.
             self._listener = None
-        self.response.close()
+        response = self.response
+        if response.comment_task is not None:
+            response.comment_task.cancel()
         if self.meter is not None:
             self.meter.close()
-        if self.response.quota_lease is not None:
-            self.response.quota_lease.settle(self.record.spent_tokens)
+        if response.quota_lease is not None:
+            response.quota_lease.settle(self.record.spent_tokens)
         self.record.duration_us = int((time.monotonic() - self.timer.started) * 1e6)
         if self.is_disconnected:
             self.record.status = CLIENT_DISCONNECTED

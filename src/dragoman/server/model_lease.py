@@ -85,7 +85,8 @@ class LocalModelLease(ModelLease):
     async def resolve(self, name: str) -> ServedModel:
         """Find the model with this name, and check that the caller may use it."""
         try:
-            model = self._catalog.get_configured(name) or await self._catalog.find(name)
+            # Most requests name a configured model.
+            model = self._catalog.models.get(name.strip().lower()) or await self._catalog.find(name)
         except ModelNotFound:
             if self._caller.models is None:
                 raise
@@ -101,8 +102,9 @@ class LocalModelLease(ModelLease):
         if self._quota_lease is not None and request.estimate is not None:
             self._quota_lease.reserve(request.estimate.total(model.sampling.max_tokens))
         # Set after the quota check: a fallback model does not help a caller whose tokens are used up.
-        others = self._catalog.fallbacks(model)
-        self.fallbacks = tuple(other.name for other in others if self._caller.may_use(other.name))
+        if model.spec is not None and model.spec.fallback is not None:
+            others = self._catalog.fallbacks(model)
+            self.fallbacks = tuple(other.name for other in others if self._caller.may_use(other.name))
         self._host = host = model.host
         self._slots = Slots(host.admission, self._caller.principal)
         self._is_found = True

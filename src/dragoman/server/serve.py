@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 import uvloop
@@ -23,8 +22,8 @@ from dragoman.models import ModelHost
 from dragoman.protocols.wire_protocol import WireProtocol
 from dragoman.server.app import App, SettingsLoader
 from dragoman.server.auth.admin_token import TokenFile
-from dragoman.server.frontends.supervisor import FrontEndSupervisor, bind_frontend_sockets
-from dragoman.server.http.server import HttpServer, SocketFile, bind_sockets, tune_memory, unix_socket
+from dragoman.server.frontends.supervisor import FrontEndSupervisor
+from dragoman.server.http.server import HttpServer, SocketFile, bind_listeners, tune_memory
 from dragoman.server.preflight_checks import check_exposure, check_listen_address, find_diagnostics, with_hosts
 from dragoman.server.routes import ENGINES_ONLY, build_app
 
@@ -103,21 +102,17 @@ def _checked_reload(reload_settings: SettingsLoader, initial: Settings) -> Setti
 
 
 def _log_address(app: App, port: int) -> None:
+    settings = app.settings
     names = ", ".join(model.name for model in app.catalog.models.values()) or "the models folder"
-    log.info("serving %s on %s", names, _url(msgspec.structs.replace(app.settings, port=port)))
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"{'https' if settings.tls else 'http'}://{host}:{port}/v1"
+    log.info("serving %s on %s", names, url if settings.socket is None else f"the Unix socket {settings.socket}")
 
 
 def _port(sockets: Sequence[socket.socket]) -> int:
     """The actual port; 0 for a Unix socket."""
     name = sockets[0].getsockname()
     return name[1] if isinstance(name, tuple) else 0
-
-
-def _url(settings: Settings) -> str:
-    if settings.socket is not None:
-        return f"the Unix socket {settings.socket}"
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    return f"{'https' if settings.tls else 'http'}://{host}:{settings.port}/v1"
 
 
 async def _drain(settings: Settings, forced: asyncio.Event) -> None:
@@ -138,7 +133,7 @@ async def _drain(settings: Settings, forced: asyncio.Event) -> None:
 async def _serve(app: App, count: int) -> None:
     """Serve in one process, or as the parent of front ends: it has all state, and they have the connections."""
     settings = app.settings
-    sockets = _bind(settings) if count == 1 else bind_frontend_sockets(settings, count)
+    sockets = bind_listeners(settings, count)
     port = _port(sockets[0])
     file = SocketFile(settings.socket)
     stopping, forced = asyncio.Event(), asyncio.Event()
@@ -164,12 +159,6 @@ async def _serve(app: App, count: int) -> None:
             await app.stop()
     if error := _failure(preload):
         raise error
-
-
-def _bind(settings: Settings) -> list[list[socket.socket]]:
-    if settings.socket is not None:
-        return [[unix_socket(Path(settings.socket))]]
-    return [bind_sockets(settings.host, settings.port)]
 
 
 def _failure(preload: "asyncio.Task[None]") -> BaseException | None:

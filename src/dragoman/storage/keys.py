@@ -16,8 +16,9 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -104,8 +105,8 @@ class KeyStore:
             routes=tuple(routes),
             limits=limits,
         )
-        lists = (msgspec.json.encode(part).decode() for part in (key.models, key.routes, key.limits))
-        row = (key.id, key.principal, key.digest, key.created, key.expires, None, *lists)
+        *plain, models, routes, limits = msgspec.structs.astuple(key)
+        row = *plain, *(msgspec.json.encode(part).decode() for part in (models, routes, limits))
         with self._transaction() as connection:
             connection.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
         return secret, key
@@ -119,8 +120,8 @@ class KeyStore:
     def all(self) -> list[ApiKey]:
         """Return all keys, oldest first; an empty list if there is no file."""
         try:
-            with KeyReader(self.path) as reader:
-                return reader.keys() if reader.has_changed() else []
+            with closing(KeyReader(self.path)) as reader:
+                return reader.read_changes() or []
         except StorageUnavailable as error:
             raise ConfigError(f"the keys in {self.path} cannot be read: {error.__cause__}") from error
 
@@ -153,12 +154,6 @@ class KeyReader:
         self._last_version: tuple[int, int, int] | None = None
         self._has_read = False
 
-    def __enter__(self) -> "KeyReader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         # The data version is only valid for one connection.
         self._last_version = None
@@ -166,17 +161,16 @@ class KeyReader:
             self._connection.close()
             self._connection = None
 
-    def has_changed(self) -> bool:
-        """Whether the store has changed since the last `keys`."""
-        return (version := self._version()) is not None and version != self._last_version
-
-    def keys(self) -> list[ApiKey]:
+    def read_changes(self) -> list[ApiKey] | None:
+        """Return all keys if the store has changed since the last call, otherwise None."""
         version = self._version()
+        if version is None or version == self._last_version:
+            return None
         try:
             assert self._connection is not None
             _check_schema(self._connection)
             rows = self._connection.execute("SELECT * FROM keys ORDER BY created, id").fetchall()
-            keys = [_key(row) for row in rows]
+            keys = [_decode_row(row) for row in rows]
         except (sqlite3.Error, msgspec.MsgspecError, ConfigError) as error:
             self.close()
             raise StorageUnavailable("the keys cannot be read now; try again later") from error
@@ -213,16 +207,8 @@ def _check_schema(connection: sqlite3.Connection) -> None:
         raise ConfigError("it was created by a newer version of Dragoman")
 
 
-def _key(row: tuple[str, str, bytes, float, float | None, float | None, str, str, str]) -> ApiKey:
-    key_id, principal, hashed, created, expires, revoked, models, routes, limits = row
-    return ApiKey(
-        id=key_id,
-        principal=principal,
-        digest=hashed,
-        created=created,
-        expires=expires,
-        revoked=revoked,
-        models=msgspec.json.decode(models, type=tuple[str, ...]),
-        routes=msgspec.json.decode(routes, type=tuple[RouteScope, ...]),
-        limits=msgspec.json.decode(limits, type=KeyLimits),
-    )
+def _decode_row(row: Sequence[Any]) -> ApiKey:
+    """Return the key of a row. Its columns are the fields of the key, in order; the last three are JSON."""
+    *plain, models, routes, limits = row
+    values = [*plain, *map(msgspec.json.decode, (models, routes, limits))]
+    return msgspec.convert(dict(zip(ApiKey.__struct_fields__, values, strict=True)), ApiKey)

@@ -42,18 +42,13 @@ class StoredResponse(msgspec.Struct, frozen=True):
         return len(self.body) + sum(len(item.body) for item in self.items)
 
 
-class BasicResponseStore(Protocol):
+class ResponseStore(Protocol):
     async def keep(self, response: StoredResponse) -> None: ...
 
     async def find(self, principal: str, response_id: str) -> StoredResponse | None: ...
 
     async def items(self, principal: str, ids: Iterable[str]) -> Mapping[str, bytes]:
         """Return the bodies of the items that exist, in any response."""
-
-
-class ResponseStore(BasicResponseStore, Protocol):
-    async def delete(self, principal: str, response_id: str) -> bool:
-        """Return whether the response existed."""
 
 
 class MemoryResponseStore:
@@ -97,6 +92,7 @@ class MemoryResponseStore:
         return {item: next(reversed(bodies.values())) for item, bodies in found if bodies}
 
     async def delete(self, principal: str, response_id: str) -> bool:
+        """Return whether the response existed."""
         if await self.find(principal, response_id) is None:
             return False
         self._remove(response_id)

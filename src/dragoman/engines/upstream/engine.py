@@ -17,8 +17,7 @@ Rules
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Self, TypeVar
 
@@ -47,11 +46,11 @@ from dragoman.core.errors import (
 )
 from dragoman.core.events import Finished, Listener, Started, Usage, notify
 from dragoman.core.features import SAMPLING_FEATURES, Feature
-from dragoman.core.request import GenerationRequest, Image
+from dragoman.core.request import GenerationRequest
 from dragoman.core.urls import parse_address, remove_credentials
 from dragoman.engines.upstream.health import HealthProber
 from dragoman.engines.upstream.options import UpstreamOptions, find_key_error, read_api_key
-from dragoman.engines.upstream.pool import PoolMember, ServerPool, UpstreamState, hash_prefixes
+from dragoman.engines.upstream.pool import ServerPool, UpstreamState, hash_prefixes
 from dragoman.engines.upstream.server import TrackedListener, UpstreamServer
 from dragoman.protocols.registry import CLIENT_PROTOCOLS
 
@@ -64,8 +63,14 @@ CLIENT_ERRORS = (BadRequest, TooLarge, NotSupported)
 MIN_PAUSE_SECONDS = 1.0
 MAX_RETRY_AFTER = 3600.0
 """The longest `Retry-After` of a server that is applied and passed on."""
-SERVER_ERRORS = (Unreachable, ServerFailed, BadAnswer)
-LOOP = "the upstream server of this model leads back to the model itself; the operator must correct its address"
+SERVER = "the upstream server of this model"
+CLIENT_MESSAGES: Mapping[type[DragomanError], str] = {
+    LoopDetected: f"{SERVER} leads back to the model itself; the operator must correct its address",
+    AnswerTimeout: f"{SERVER} did not answer in time",
+    StreamCutOff: f"{SERVER} ended its reply early",
+    **dict.fromkeys((Unreachable, ServerFailed, BadAnswer), f"{SERVER} is unreachable or failed; see the server log"),
+}
+"""The message for the client by the first class that an error belongs to."""
 
 FEATURES = frozenset(
     {
@@ -85,15 +90,15 @@ class UpstreamEngine(Engine):
     runs_elsewhere = True
     device = "elsewhere"
 
-    def __init__(self, name: str, options: UpstreamOptions, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, name: str, options: UpstreamOptions) -> None:
         self.name = name
         self.options = options
         self.slots = options.slots
         self.emits_tool_calls = options.format is None
         self._id = loop_guard.new_id()
         self.servers = [UpstreamServer(server, options, read_api_key(server), self._id) for server in options.servers]
-        self.pool = ServerPool([PoolMember(server.weight, server.rank) for server in options.servers], clock)
-        self._health = HealthProber(name, self.servers, self.pool, options.health_seconds)
+        self.pool = ServerPool(self.servers)
+        self._health = HealthProber(name, self.pool, options.health_seconds)
         self._prober: asyncio.Task[None] | None = None
 
     @classmethod
@@ -162,31 +167,33 @@ class UpstreamEngine(Engine):
         listener: Listener = lambda events: None,
     ) -> T:
         """Call the servers until one succeeds."""
-        tried: set[int] = set()
+        tried: set[UpstreamServer] = set()
         links = hash_prefixes(request) if request is not None and len(self.servers) > 1 else []
         failure: DragomanError | None = None
         while True:
-            at = self._choose_server(links, tried, failure)
-            tried.add(at)
-            tracked = TrackedListener(listener, partial(self.pool.record_reply_start, at))
+            server = self._choose_server(links, tried, failure)
+            tried.add(server)
+            tracked = TrackedListener(listener, partial(self.pool.record_reply_start, server))
             try:
-                result = await call(self.servers[at], self._upstream_name(model, at), tracked)
-                self.pool.record_success(at)
+                result = await call(server, self._upstream_name(model, server), tracked)
+                self.pool.record_success(server)
                 return result
             except DragomanError as error:
                 if tracked.has_raised(error):
                     raise
-                failure = self._record_error(at, error, model, "" if request is None else request.id)
+                failure = self._record_error(server, error, model, "" if request is None else request.id)
                 is_visible = tracked.has_begun and request is not None and request.delivery.stream
                 if is_visible or isinstance(error, CLIENT_ERRORS):
                     raise failure from error
             finally:
-                self.pool.ended(at, tracked.has_begun)
+                self.pool.ended(server, tracked.has_begun)
 
-    def _choose_server(self, links: Sequence[bytes], tried: set[int], failure: DragomanError | None) -> int:
-        at = self.pool.choose(links, tried)
-        if at is not None:
-            return at
+    def _choose_server(
+        self, links: Sequence[bytes], tried: set[UpstreamServer], failure: DragomanError | None
+    ) -> UpstreamServer:
+        server = self.pool.choose(links, tried)
+        if server is not None:
+            return server
         # The first request that finds the only server unreachable gets that error; later ones get a 503.
         is_new = isinstance(failure, Unreachable) and not self.pool.is_known_unreachable
         if failure is not None and (is_new or not isinstance(failure, Unreachable)):
@@ -194,23 +201,32 @@ class UpstreamEngine(Engine):
         message = "no upstream server of this model is available; try again later"
         raise Unavailable(message, retry_after=self.pool.seconds_until_available()) from failure
 
-    def _record_error(self, at: int, error: DragomanError, model: str, request_id: str = "") -> DragomanError:
-        """Record the failure of a server and return the error for the client."""
-        server = self.servers[at]
+    def _record_error(self, server: UpstreamServer, error: DragomanError, model: str, request_id: str) -> DragomanError:
+        """Record and log the failure of a server, and return the error for the client."""
         server.redact(error)
-        seconds = pause_seconds(error)
-        if seconds is not None:
-            self.pool.pause(at, seconds)
-        elif not isinstance(error, CLIENT_ERRORS):
-            self.pool.record_failure(at, is_unreachable=isinstance(error, Unreachable))
-        return to_client_error(error, model, server.url, self.options.models is not None, request_id)
+        if isinstance(error, CLIENT_ERRORS):
+            # Retrying an invalid request does not help.
+            error.retry_after = None
+            return error
+        prefix, extra = (f"request {request_id}: ", {"request_id": request_id}) if request_id else ("", {})
+        kind = type(error).__name__
+        log.warning("%smodel %s: %s: %s (%s)", prefix, model, server.url, error.message, kind, extra=extra)
+        seconds = _pause_seconds(error)
+        if seconds is None:
+            self.pool.record_failure(server, is_unreachable=isinstance(error, Unreachable))
+        else:
+            self.pool.pause(server, seconds)
+        # With `models: all` the client chose one of the server's own models.
+        if isinstance(error, ModelNotFound) and self.options.models is not None:
+            return ModelNotFound(f"model '{model}' not found", param="model")
+        return _to_client_error(error, seconds)
 
-    def _upstream_name(self, model: str, at: int) -> str:
+    def _upstream_name(self, model: str, server: UpstreamServer) -> str:
         """The name of the model on the server."""
         if self.options.models is None:
-            return self.servers[at].model or self.name
+            return server.model or self.name
         name = model[len(self.name) + 1 :]
-        found = self.servers[at].models.get(name.lower())
+        found = server.models.get(name.lower())
         return name if found is None else found.name
 
     def _check_model(self, model: str) -> None:
@@ -224,7 +240,7 @@ class UpstreamEngine(Engine):
         if self.options.image_urls:
             return
         for at, message in enumerate(request.messages):
-            if any(_is_remote(image) for image in message.images):
+            if any(image.data is None and not (image.url or "").startswith("data:") for image in message.images):
                 text = "image URLs are not passed on to this model's server; send the image as a data: URL or base64"
                 raise BadRequest(text, param=f"messages[{at}]")
 
@@ -262,17 +278,19 @@ class UpstreamEngine(Engine):
     def states(self) -> list[UpstreamState]:
         """The state of each server, for the operator."""
         return [
-            UpstreamState(server.url, self.pool.state(at), member.running, member.failures, member.weight, member.rank)
-            for at, (server, member) in enumerate(zip(self.servers, self.pool.members, strict=True))
+            UpstreamState(
+                server.url, self.pool.state(server), server.running, server.failures, server.weight, server.rank
+            )
+            for server in self.servers
         ]
 
     def drain(self, url: str, drained: bool) -> None:
         """Stop or resume sending requests to a server."""
         address = parse_address(url).api
-        found = [at for at, server in enumerate(self.servers) if server.planner.address.api == address]
-        if not found:
+        server = next((server for server in self.servers if server.planner.address.api == address), None)
+        if server is None:
             raise ConfigError(f"model {self.name} has no server {remove_credentials(url)!r:.200}")
-        self.pool.drain(found[0], drained)
+        server.is_drained = drained
 
 
 def _for_server(request: GenerationRequest, model: str) -> GenerationRequest:
@@ -280,49 +298,20 @@ def _for_server(request: GenerationRequest, model: str) -> GenerationRequest:
     return msgspec.structs.replace(request, model=model, template_options={})
 
 
-def _is_remote(image: Image) -> bool:
-    return image.data is None and not (image.url or "").startswith("data:")
-
-
-def pause_seconds(error: DragomanError) -> float | None:
+def _pause_seconds(error: DragomanError) -> float | None:
     """How long the server asks not to be used; None for errors other than overload."""
     if isinstance(error, Unavailable) or (isinstance(error, RateLimited) and not isinstance(error, QuotaExhausted)):
         return MIN_PAUSE_SECONDS if error.retry_after is None else min(error.retry_after, MAX_RETRY_AFTER)
     return None
 
 
-def to_client_error(
-    error: DragomanError, model: str, url: str, is_listed: bool = False, request_id: str = ""
-) -> DragomanError:
-    """Log a server's error and return the error for the client.
-
-    `is_listed` means that the client chose one of the server's own models.
-    """
-    if isinstance(error, CLIENT_ERRORS):
-        # Retrying an invalid request does not help.
-        error.retry_after = None
-        return error
-    prefix, extra = (f"request {request_id}: ", {"request_id": request_id}) if request_id else ("", {})
-    log.warning("%smodel %s: %s: %s (%s)", prefix, model, url, error.message, type(error).__name__, extra=extra)
-    if isinstance(error, ModelNotFound) and is_listed:
-        return ModelNotFound(f"model '{model}' not found", param="model")
-    seconds = pause_seconds(error)
-    if seconds is not None:
-        return _overloaded(error, seconds)
-    if isinstance(error, LoopDetected):
-        return LoopDetected(LOOP)
-    if isinstance(error, AnswerTimeout):
-        return AnswerTimeout("the upstream server of this model did not answer in time")
-    if isinstance(error, StreamCutOff):
-        return StreamCutOff("the upstream server of this model ended its reply early")
-    kind = next((kind for kind in SERVER_ERRORS if isinstance(error, kind)), None)
-    if kind is None:
-        return ServerFailed("the upstream server of this model refused the request; see the server log")
-    return kind("the upstream server of this model is unreachable or failed; see the server log")
-
-
-def _overloaded(error: DragomanError, seconds: float) -> DragomanError:
-    message = "the upstream server of this model is overloaded; try again later"
-    if isinstance(error, Unavailable):
-        return type(error)(message, retry_after=max(seconds, MIN_PAUSE_SECONDS))
-    return RateLimited(message, retry_after=max(seconds, MIN_PAUSE_SECONDS))
+def _to_client_error(error: DragomanError, pause_seconds: float | None) -> DragomanError:
+    """Return the error for the client, without details of the server."""
+    if pause_seconds is not None:
+        message, retry_after = f"{SERVER} is overloaded; try again later", max(pause_seconds, MIN_PAUSE_SECONDS)
+        overloaded = type(error) if isinstance(error, Unavailable) else RateLimited
+        return overloaded(message, retry_after=retry_after)
+    for kind, message in CLIENT_MESSAGES.items():
+        if isinstance(error, kind):
+            return kind(message)
+    return ServerFailed(f"{SERVER} refused the request; see the server log")

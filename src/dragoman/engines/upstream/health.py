@@ -7,7 +7,7 @@ started at the same time.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable
 
 from dragoman.core.errors import AnswerTimeout, DragomanError, Unreachable
 from dragoman.engines.upstream.pool import ServerPool
@@ -21,15 +21,14 @@ STARTUP_PROBE_INTERVAL = 0.25
 
 
 class HealthProber:
-    def __init__(self, name: str, servers: Sequence[UpstreamServer], pool: ServerPool, interval: float) -> None:
+    def __init__(self, name: str, pool: ServerPool[UpstreamServer], interval: float) -> None:
         """`interval` is the number of seconds between two probes; 0 means only one probe."""
         self._name = name
-        self._servers = servers
         self._pool = pool
         self._interval = interval
 
     async def probe_all(self) -> None:
-        await self._probe_servers(range(len(self._servers)))
+        await self._probe_servers(self._pool.members)
 
     async def probe_forever(self, first: Awaitable[None]) -> None:
         """Probe the servers regularly after the first probe of all."""
@@ -39,7 +38,7 @@ class HealthProber:
         now = time.monotonic()
         end_of_startup, next_full_probe = now + STARTUP_SECONDS, now + self._interval
         while True:
-            missing = [at for at in range(len(self._servers)) if self._pool.state(at) == "out"]
+            missing = [server for server in self._pool.members if self._pool.state(server) == "out"]
             if missing and now < end_of_startup:
                 await asyncio.sleep(min(STARTUP_PROBE_INTERVAL, self._interval))
             else:
@@ -51,36 +50,36 @@ class HealthProber:
             else:
                 await self._probe_servers(missing)
 
-    async def _probe_servers(self, servers: Iterable[int]) -> None:
-        await asyncio.gather(*(self._probe(at) for at in servers))
+    async def _probe_servers(self, servers: Iterable[UpstreamServer]) -> None:
+        await asyncio.gather(*map(self._probe, servers))
 
-    async def _probe(self, at: int) -> None:
+    async def _probe(self, server: UpstreamServer) -> None:
         """Probe one server. Any answer, even an error, shows that it is reachable."""
-        server, before = self._servers[at], self._pool.state(at)
+        before = self._pool.state(server)
         try:
             async with asyncio.timeout(PROBE_SECONDS):
                 await server.probe()
         except Unreachable as error:
-            self._pool.record_failure(at, is_unreachable=True)
+            self._pool.record_failure(server, is_unreachable=True)
             if before == "up":
                 log.warning("model %s: %s is unreachable: %s", self._name, server.url, error)
             return
         except (AnswerTimeout, TimeoutError):
-            self._record_slow_probe(at, before)
+            self._record_slow_probe(server, before)
             return
         except DragomanError as error:
             server.redact(error)
             log.debug("model %s: %s does not list its models: %s", self._name, server.url, error)
-        self._pool.record_probe(at)
-        if before == "out" and self._pool.state(at) != "out":
+        self._pool.record_probe(server)
+        if before == "out" and self._pool.state(server) != "out":
             log.warning("model %s: %s is reachable again", self._name, server.url)
             server.forget_rejections()
 
-    def _record_slow_probe(self, at: int, before: str) -> None:
+    def _record_slow_probe(self, server: UpstreamServer, before: str) -> None:
         """A busy server may answer requests faster than it lists its models, so a slow probe alone proves little."""
-        self._pool.record_slow_probe(at)
-        url, problem = self._servers[at].url, f"listing its models takes longer than {PROBE_SECONDS:g} s"
-        if before == "up" and self._pool.state(at) == "out":
-            log.warning("model %s: %s is unreachable: %s, and no request succeeded", self._name, url, problem)
-        elif self._pool.members[at].slow_probes == 1:
-            log.warning("model %s: %s is slow: %s; requests are still sent to it", self._name, url, problem)
+        self._pool.record_slow_probe(server)
+        problem = f"listing its models takes longer than {PROBE_SECONDS:g} s"
+        if before == "up" and self._pool.state(server) == "out":
+            log.warning("model %s: %s is unreachable: %s, and no request succeeded", self._name, server.url, problem)
+        elif server.slow_probes == 1:
+            log.warning("model %s: %s is slow: %s; requests are still sent to it", self._name, server.url, problem)

@@ -1,4 +1,4 @@
-"""Selects the server for a request, without I/O. Servers are identified by their index.
+"""Selects the server for a request, without I/O.
 
 Rules
 1. Only available servers are chosen: not drained, not suspended, not tried before by this request. Of these, only the
@@ -24,8 +24,10 @@ reveals nothing about the requests of others. The index is bounded: the least re
 
 import hashlib
 import math
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -60,41 +62,6 @@ def hash_prefixes(request: GenerationRequest) -> list[bytes]:
     return links
 
 
-class PrefixIndex:
-    def __init__(self, max_links: int = MAX_LINKS) -> None:
-        self._max_links = max_links
-        self._holders: OrderedDict[bytes, dict[int, int]] = OrderedDict()
-        """Servers and their generations by link; the most recently used link is last."""
-
-    def __len__(self) -> int:
-        return len(self._holders)
-
-    def add(self, links: Sequence[bytes], server: int, generation: int) -> None:
-        # In reverse order, so that the first links, which prompts share most often, are removed last.
-        for link in reversed(links[: self._max_links]):
-            holders = self._holders.pop(link, {})
-            holders.pop(server, None)
-            holders[server] = generation
-            if len(holders) > MAX_HOLDERS:
-                del holders[next(iter(holders))]
-            self._holders[link] = holders
-        while len(self._holders) > self._max_links:
-            self._holders.popitem(last=False)
-
-    def find_longest(self, links: Sequence[bytes], generations: dict[int, int]) -> tuple[Collection[int], int]:
-        """Return the servers with the longest known prefix, and its number of links.
-
-        `generations` maps the candidate servers to their current generations.
-        """
-        for count in range(len(links), 0, -1):
-            holders = self._holders.get(links[count - 1])
-            if holders:
-                found = [server for server, known in holders.items() if generations.get(server) == known]
-                if found:
-                    return found, count
-        return (), 0
-
-
 class PoolMember:
     """State of one server in the pool."""
 
@@ -114,10 +81,11 @@ class PoolMember:
         self.is_unreachable = False
         """Whether the current suspension is due to a failed connection."""
         self.is_drained = False
+        """Whether the operator has stopped new requests. Running requests continue."""
         self.generation = 0
         """Incremented when the server is restored: its prefix cache is then presumed lost."""
         self.served = 0.0
-        """Requests per weight so far. A restored server does not catch up."""
+        """Requests per weight so far."""
 
     @property
     def load(self) -> float:
@@ -130,10 +98,45 @@ class PoolMember:
         return not self.suspensions or now >= self.suspended_until
 
     def suspend(self, now: float) -> None:
-        self.suspended_until = now + min(
-            FIRST_SUSPENSION_SECONDS * 2.0 ** min(self.suspensions, 10), MAX_SUSPENSION_SECONDS
-        )
+        seconds = FIRST_SUSPENSION_SECONDS * 2.0 ** min(self.suspensions, 10)
+        self.suspended_until = now + min(seconds, MAX_SUSPENSION_SECONDS)
         self.suspensions += 1
+
+
+M = TypeVar("M", bound=PoolMember)
+
+
+class PrefixIndex:
+    """The servers that know each prefix, with their generation at that time."""
+
+    def __init__(self, max_links: int) -> None:
+        self._max_links = max_links
+        self._holders: OrderedDict[bytes, dict[PoolMember, int]] = OrderedDict()
+        """By link; the most recently used link is last."""
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def add(self, links: Sequence[bytes], member: PoolMember) -> None:
+        # In reverse order, so that the first links, which prompts share most often, are removed last.
+        for link in reversed(links[: self._max_links]):
+            holders = self._holders.pop(link, {})
+            holders.pop(member, None)
+            holders[member] = member.generation
+            if len(holders) > MAX_HOLDERS:
+                del holders[next(iter(holders))]
+            self._holders[link] = holders
+        while len(self._holders) > self._max_links:
+            self._holders.popitem(last=False)
+
+    def find_longest(self, links: Sequence[bytes], candidates: Collection[M]) -> list[M]:
+        """Return the candidates with the longest known prefix."""
+        for link in reversed(links):
+            if holders := self._holders.get(link):
+                found = [member for member in candidates if holders.get(member) == member.generation]
+                if found:
+                    return found
+        return []
 
 
 class UpstreamState(msgspec.Struct, frozen=True):
@@ -147,74 +150,65 @@ class UpstreamState(msgspec.Struct, frozen=True):
     rank: int
 
 
-class ServerPool:
+class ServerPool(Generic[M]):
     def __init__(
-        self, members: Sequence[PoolMember], clock: Callable[[], float], prefixes: PrefixIndex | None = None
+        self, members: Iterable[M], clock: Callable[[], float] = time.monotonic, max_links: int = MAX_LINKS
     ) -> None:
         self.members = list(members)
         self._clock = clock
-        self._prefixes = PrefixIndex() if prefixes is None else prefixes
+        self._prefixes = PrefixIndex(max_links)
 
-    def choose(self, links: Sequence[bytes] = (), without: Collection[int] = ()) -> int | None:
+    def add(self, member: M) -> None:
+        self.members.append(member)
+        self._skip_missed_requests(member)
+
+    def choose(self, links: Sequence[bytes] = (), without: Collection[M] = ()) -> M | None:
         """Choose a server and count the request there; None if no server is available."""
         chosen = self.find_preferred(links, without)
         if chosen is not None:
             self.take(chosen, links)
         return chosen
 
-    def find_preferred(self, links: Sequence[bytes] = (), without: Collection[int] = ()) -> int | None:
+    def find_preferred(self, links: Sequence[bytes] = (), without: Collection[M] = ()) -> M | None:
         """Choose a server without counting the request."""
         now = self._clock()
-        available = [at for at, member in enumerate(self.members) if at not in without and member.is_available(now)]
+        available = [member for member in self.members if member not in without and member.is_available(now)]
         if not available:
             return None
-        rank = min(self.members[at].rank for at in available)
-        return self._best([at for at in available if self.members[at].rank == rank], links)
+        rank = min(member.rank for member in available)
+        candidates = [member for member in available if member.rank == rank]
+        least = min(candidates, key=_load_order)
+        holders = self._prefixes.find_longest(links, candidates) if len(candidates) > 1 else []
+        holder = min(holders, key=_load_order, default=least)
+        return holder if holder.load <= least.load + max(SLACK, least.load * SLACK_SHARE) else least
 
-    def take(self, at: int, links: Sequence[bytes] = ()) -> None:
+    def take(self, member: M, links: Sequence[bytes] = ()) -> None:
         """Count a request as running on the server."""
-        member = self.members[at]
         member.running += 1
         member.served += 1 / member.weight
         if member.suspensions:
             # This request is the trial; no other is let through until it is decided or takes too long.
             member.suspend(self._clock())
-        self._prefixes.add(links, at, member.generation)
+        self._prefixes.add(links, member)
 
-    def _best(self, candidates: Sequence[int], links: Sequence[bytes]) -> int:
-        least = min(candidates, key=self._load_order)
-        if len(candidates) == 1 or not links:
-            return least
-        holders, count = self._prefixes.find_longest(links, {at: self.members[at].generation for at in candidates})
-        if not count:
-            return least
-        holder = min(holders, key=self._load_order)
-        lowest = self.members[least].load
-        return holder if self.members[holder].load <= lowest + max(SLACK, lowest * SLACK_SHARE) else least
-
-    def _load_order(self, at: int) -> tuple[float, float]:
-        return self.members[at].load, self.members[at].served
-
-    def ended(self, at: int, begun: bool = False) -> None:
+    def ended(self, member: M, begun: bool = False) -> None:
         """Count a request as ended; `begun` is whether its reply had begun."""
-        self.members[at].running -= 1
-        self.members[at].streaming -= begun
+        member.running -= 1
+        member.streaming -= begun
 
-    def record_reply_start(self, at: int) -> None:
+    def record_reply_start(self, member: M) -> None:
         """Record that a reply has begun and continues."""
-        self.members[at].streaming += 1
-        self.record_success(at)
+        member.streaming += 1
+        self.record_success(member)
 
-    def record_success(self, at: int) -> None:
+    def record_success(self, member: M) -> None:
         """Record a successful answer."""
-        member = self.members[at]
         member.failures = member.slow_probes = 0
         member.succeeded_at = self._clock()
         if member.suspensions:
             self._restore(member)
 
-    def record_failure(self, at: int, is_unreachable: bool) -> None:
-        member = self.members[at]
+    def record_failure(self, member: M, is_unreachable: bool) -> None:
         member.failures += 1
         if not is_unreachable and member.failures < MAX_FAILURES and not member.suspensions:
             return
@@ -224,35 +218,24 @@ class ServerPool:
             member.suspend(now)
         member.is_unreachable = is_unreachable
 
-    def pause(self, at: int, seconds: float) -> None:
-        member = self.members[at]
+    def pause(self, member: M, seconds: float) -> None:
         member.paused_until = max(member.paused_until, self._clock() + min(seconds, MAX_PAUSE_SECONDS))
 
-    def record_probe(self, at: int) -> None:
+    def record_probe(self, member: M) -> None:
         """Record an answered probe; an unreachable server is restored."""
-        member = self.members[at]
         member.slow_probes = 0
         if member.suspensions and member.is_unreachable:
             member.failures = 0
             self._restore(member)
 
-    def record_slow_probe(self, at: int) -> None:
+    def record_slow_probe(self, member: M) -> None:
         """Record a probe that timed out."""
-        member, now = self.members[at], self._clock()
+        now = self._clock()
         member.slow_probes += 1
         is_working = member.streaming > 0 or now - member.succeeded_at < RECENT_SECONDS
         has_others = any(other is not member and other.is_available(now) for other in self.members)
         if member.slow_probes >= MAX_FAILURES and has_others and not is_working:
-            self.record_failure(at, is_unreachable=True)
-
-    def drain(self, at: int, drained: bool) -> None:
-        """Stop or resume sending requests to the server. Running requests continue."""
-        self.members[at].is_drained = drained
-
-    def reset_member(self, at: int) -> None:
-        """Reset the state of a server that has been replaced."""
-        self.drain(at, drained=False)
-        self._restore(self.members[at])
+            self.record_failure(member, is_unreachable=True)
 
     def seconds_until_available(self) -> float:
         """Estimate the seconds until a server is available."""
@@ -272,17 +255,24 @@ class ServerPool:
             and sum(member.suspensions for member in self.members) > 1
         )
 
-    def state(self, at: int) -> str:
-        member, now = self.members[at], self._clock()
+    def state(self, member: M) -> str:
         if member.is_drained:
             return "draining" if member.running else "drained"
         if member.suspensions:
             return "out"
-        return "resting" if now < member.paused_until else "up"
+        return "resting" if self._clock() < member.paused_until else "up"
 
-    def _restore(self, member: PoolMember) -> None:
+    def _restore(self, member: M) -> None:
         member.suspensions = 0
         member.suspended_until = 0.0
         member.generation += 1
+        self._skip_missed_requests(member)
+
+    def _skip_missed_requests(self, member: M) -> None:
+        """A new or restored server does not catch up with the requests that the others have had."""
         others = [other.served for other in self.members if other is not member and not other.suspensions]
         member.served = max(member.served, min(others, default=0.0))
+
+
+def _load_order(member: PoolMember) -> tuple[float, float]:
+    return member.load, member.served

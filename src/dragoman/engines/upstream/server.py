@@ -13,7 +13,7 @@ Rules
 
 import re
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ from dragoman.core.features import SAMPLING_FEATURES, Feature
 from dragoman.core.request import GenerationRequest, Message, Reasoning, Sampling, Thinking
 from dragoman.core.urls import find_secrets, redact_secrets, remove_credentials
 from dragoman.engines.upstream.options import ServerOptions, UpstreamOptions
+from dragoman.engines.upstream.pool import PoolMember
 from dragoman.protocols import request_fields
 from dragoman.protocols.chat.client import COMPLETIONS
 from dragoman.protocols.registry import CLIENT_PROTOCOLS
@@ -73,6 +74,12 @@ FEATURE_BY_FIELD = {
 }
 """The feature behind each request field of all protocols."""
 ESSENTIAL_FEATURES = frozenset({Feature.TOOLS, Feature.IMAGES, Feature.CONSTRAINT})
+ESSENTIAL_FIELDS = {
+    **dict.fromkeys(("json_object", "json_schema", "regex", "grammar", "one_of"), Feature.CONSTRAINT),
+    "prompts": Feature.COMPLETION,
+    "suffix": Feature.INFILL,
+}
+"""The features behind fields that cannot be left out if a protocol lacks them."""
 REJECTION_PATTERN = re.compile(
     r"not (currently )?support|unsupported|not permitted|unrecognized|unknown (field|parameter|argument|name)"
     r"|extra_forbidden|not allowed|requires --|not enabled|not available",
@@ -87,7 +94,6 @@ PARENT_FIELDS = {
 """The top-level field that contains a nested field."""
 COMMON_WORDS = frozenset({"text", "include", "user"})
 """Field names that are too common in prose to identify a field in an error message."""
-CONSTRAINTS = frozenset({"json_object", "json_schema", "regex", "grammar", "one_of"})
 UNREPORTED = frozenset({"stop", "stream", "past_reasoning", "parallel"})
 OPTIONAL_FEATURES = frozenset(FEATURE_BY_FIELD.values()) - ESSENTIAL_FEATURES - {"temperature", "top_p", "stream"}
 """What is left out once after a rejection that names no field."""
@@ -107,6 +113,7 @@ class Attempt(msgspec.Struct, frozen=True):
     """A request in one protocol, and the parameters left out of it."""
 
     call: PlannedCall
+    client_call: ClientCall
     ignored: tuple[str, ...]
 
 
@@ -138,8 +145,9 @@ class TrackedListener:
         return error is self._raised
 
 
-class UpstreamServer:
+class UpstreamServer(PoolMember):
     def __init__(self, server: ServerOptions, options: UpstreamOptions, key: str | None, engine_id: str) -> None:
+        super().__init__(server.weight, server.rank)
         self.url = remove_credentials(server.url)
         self.model = server.model
         self.planner = CallPlanner(
@@ -157,8 +165,8 @@ class UpstreamServer:
         self._transport = AsyncTransport(httpx.AsyncClient(**settings))
         self._rejected: defaultdict[str, set[str]] = defaultdict(set)
         """Rejected features by model."""
-        self._has_streamed: set[str] = set()
-        """Models whose replies have been streamed."""
+        self._accepted: defaultdict[str, set[str]] = defaultdict(set)
+        """Features that the server has accepted, by model. A later rejection is due to their values."""
         self._secrets = find_secrets(server.url, key)
 
     def redact(self, error: DragomanError) -> None:
@@ -174,7 +182,7 @@ class UpstreamServer:
     def forget_rejections(self) -> None:
         """Called when the server is reachable again; it may have been replaced."""
         self._rejected.clear()
-        self._has_streamed.clear()
+        self._accepted.clear()
         self.planner.forget_rejections()
 
     async def probe(self) -> None:
@@ -184,9 +192,8 @@ class UpstreamServer:
 
     async def generate(self, request: GenerationRequest, listener: TrackedListener) -> None:
         attempt, response = await self._send(request)
-        assert attempt.call.client_call is not None
         listener.ignored = attempt.ignored
-        await self._transport.deliver(attempt.call.client_call, response, listener)
+        await self._transport.deliver(attempt.client_call, response, listener)
 
     async def _send(self, request: GenerationRequest) -> tuple[Attempt, httpx.Response]:
         """Send the request, and again without each feature that the server rejects.
@@ -204,12 +211,12 @@ class UpstreamServer:
                 call, response = await self._transport.run(steps)
             except NO_ROUTE as error:
                 if type(error) in NO_ROUTE and request.prompts:
-                    raise unsupported(request, Feature.COMPLETION) from error
+                    raise _unsupported(request, Feature.COMPLETION) from error
                 raise
             except DragomanError as error:
-                sent_fields = _sent_fields(attempts)
-                feature = find_rejected_feature(error, sent_fields)
-                if feature is None and is_unexplained(error, sent_fields):
+                sent = {field for attempt in attempts for field in attempt.client_call.body}
+                feature = _find_rejected_feature(error, sent)
+                if feature is None and is_unexplained(error, sent):
                     trial = next(trials, frozenset())
                     if not trial:
                         raise
@@ -218,11 +225,10 @@ class UpstreamServer:
                     raise
                 rejected.add(feature)
                 if feature in ESSENTIAL_FEATURES:
-                    raise unsupported(request, feature) from error
+                    raise _unsupported(request, feature) from error
                 continue
             rejected |= trial
-            if "stream" not in rejected:
-                self._has_streamed.add(request.model)
+            self._accepted[request.model].update({"stream", *(asked.feature for asked in request.asked)} - rejected)
             return next(attempt for attempt in attempts if attempt.call is call), response
         raise NotSupported("the upstream server of this model rejected too many parameters of the request")
 
@@ -231,9 +237,10 @@ class UpstreamServer:
         used = {*request_fields.used_fields(request), *(str(asked.feature) for asked in request.asked)}
         if any(isinstance(part, Reasoning) for message in request.messages for part in message.parts):
             used.add("past_reasoning")
-        if optional := OPTIONAL_FEATURES & used - self._rejected[request.model]:
+        known = self._rejected[request.model] | self._accepted[request.model]
+        if optional := OPTIONAL_FEATURES & used - known:
             yield optional
-        if not request.delivery.stream and request.model not in self._has_streamed:
+        if not request.delivery.stream and "stream" not in known:
             yield frozenset({"stream"})
 
     def _build_attempts(self, request: GenerationRequest, rejected: set[str]) -> list[Attempt]:
@@ -252,10 +259,10 @@ class UpstreamServer:
         return attempts
 
     def _build_attempt(self, protocol: ClientProtocol, request: GenerationRequest, rejected: set[str]) -> Attempt:
-        adapted, ignored = adapt_request(request, protocol, rejected)
+        adapted, ignored = _adapt_request(request, protocol, rejected)
         stream = "stream" not in rejected
         client_call = ClientCall(protocol, adapted, stream=stream, check_calls=False)
-        return Attempt(self.planner.build_call(protocol.name, client_call, stream), ignored)
+        return Attempt(self.planner.build_call(protocol.name, client_call, stream), client_call, ignored)
 
     async def embed(self, inputs: Sequence[Input], model: str) -> tuple[tuple[Embedding, ...], Usage]:
         return await self._transport.run(rest_calls.embed(self.planner, inputs, model))
@@ -269,11 +276,6 @@ async def _add_loop_header(engine_id: str, request: httpx.Request) -> None:
     request.headers[loop_guard.HEADER] = loop_guard.add_own_id(engine_id)
 
 
-def _sent_fields(attempts: Sequence[Attempt]) -> set[str]:
-    client_calls = (attempt.call.client_call for attempt in attempts)
-    return {field for client_call in client_calls if client_call is not None for field in client_call.body}
-
-
 def _annotate(events: Sequence[Event], ignored: tuple[str, ...]) -> Sequence[Event]:
     first, last = events[0], events[-1]
     if ignored and type(first) is Started:
@@ -283,7 +285,7 @@ def _annotate(events: Sequence[Event], ignored: tuple[str, ...]) -> Sequence[Eve
     return events
 
 
-def find_rejected_feature(error: DragomanError, sent_fields: Iterable[str]) -> str | None:
+def _find_rejected_feature(error: DragomanError, sent: Collection[str]) -> str | None:
     """The feature of the request that the server rejected; None for any other error."""
     answered = error.answered
     if answered is None or answered.status not in REJECTION_STATUSES:
@@ -292,7 +294,6 @@ def find_rejected_feature(error: DragomanError, sent_fields: Iterable[str]) -> s
         return None
     if not isinstance(error, UnsupportedParameter) and not REJECTION_PATTERN.search(error.message):
         return None
-    sent = set(sent_fields)
     candidates = [field for field in FEATURE_BY_FIELD if PARENT_FIELDS.get(field, field) in sent]
     param = re.split(r"[.\[]", error.param or "")[0]
     if param in candidates:
@@ -304,7 +305,7 @@ def find_rejected_feature(error: DragomanError, sent_fields: Iterable[str]) -> s
     return FEATURE_BY_FIELD[named[-1]] if named else None
 
 
-def adapt_request(
+def _adapt_request(
     request: GenerationRequest, protocol: ClientProtocol, rejected: Collection[str]
 ) -> tuple[GenerationRequest, tuple[str, ...]]:
     """Return the request without unsupported features, and the parameters that are thereby ignored.
@@ -312,31 +313,23 @@ def adapt_request(
     Raise `NotSupported` if an essential feature is among them.
     """
     missing = [name for name in request_fields.used_fields(request) if name not in protocol.supported_fields]
-    _check_essential(request, missing, rejected)
+    features = {asked.feature for asked in request.asked}
+    lacking = [ESSENTIAL_FIELDS[name] for name in missing if name in ESSENTIAL_FIELDS]
+    lacking += [Feature(name) for name in rejected if name in ESSENTIAL_FEATURES & features]
+    if lacking:
+        raise _unsupported(request, lacking[0])
     omitted = [*missing, *(name for name in rejected if name not in ESSENTIAL_FEATURES)]
-    features = {"thinking" if name == "thinking_budget" else name for name in omitted if name not in UNREPORTED}
-    params = [asked.param for asked in request.asked if asked.feature in features]
+    ignored = {"thinking" if name == "thinking_budget" else name for name in omitted if name not in UNREPORTED}
+    params = [asked.param for asked in request.asked if asked.feature in ignored]
     labels = [name for name in omitted if name in request.labels or (name == "cache_control" and request.keep_at)]
     for name in omitted:
         request = _remove(request, name)
     return request, tuple(dict.fromkeys([*params, *labels]))
 
 
-def _check_essential(request: GenerationRequest, missing: Collection[str], rejected: Collection[str]) -> None:
-    features = {asked.feature for asked in request.asked}
-    for name in missing:
-        if name in CONSTRAINTS:
-            raise unsupported(request, Feature.CONSTRAINT)
-        if name in ("prompts", "suffix"):
-            raise unsupported(request, Feature.INFILL if name == "suffix" else Feature.COMPLETION)
-    for name in rejected:
-        if name in ESSENTIAL_FEATURES and name in features:
-            raise unsupported(request, name)
-
-
-def unsupported(request: GenerationRequest, feature: str) -> NotSupported:
+def _unsupported(request: GenerationRequest, feature: str) -> NotSupported:
     param = next((asked.param for asked in request.asked if asked.feature == feature), None)
-    return NotSupported(f"the upstream server of this model does not support {param or feature!r}", param=param)
+    return NotSupported(f"the upstream server of this model does not support {str(param or feature)!r}", param=param)
 
 
 def _remove(request: GenerationRequest, name: str) -> GenerationRequest:
@@ -344,7 +337,7 @@ def _remove(request: GenerationRequest, name: str) -> GenerationRequest:
     if name in EMPTY_FIELDS:
         return replace(request, **EMPTY_FIELDS[name])
     if name in Sampling.__struct_fields__:
-        return replace(request, sampling=replace(request.sampling, **{name: {} if name == "logit_bias" else None}))
+        return replace(request, sampling=replace(request.sampling, **{name: getattr(Sampling(), name)}))
     if name in request.labels:
         return replace(request, labels={label: value for label, value in request.labels.items() if label != name})
     if name == "thinking_budget":

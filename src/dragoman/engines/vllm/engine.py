@@ -60,8 +60,7 @@ class VllmEngine(TokenEngine):
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:
-        if not isinstance(options, VllmOptions):
-            raise TypeError(f"the vllm engine takes VllmOptions, not {type(options).__name__}")
+        assert isinstance(options, VllmOptions)
         return cls(name, options)
 
     @classmethod

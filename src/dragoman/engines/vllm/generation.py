@@ -19,6 +19,7 @@ import msgspec
 from dragoman.core.embeddings import Embedding
 from dragoman.core.errors import DragomanError, EngineFailed, engine_failure
 from dragoman.core.events import Event, TextDelta, TokenLogprob
+from dragoman.core.request import Logprobs
 from dragoman.engines.reply_limits import ThinkingBudget
 from dragoman.engines.token_engine import MIN_LOGPROB, ReplySettings, TokenGeneration
 from dragoman.engines.vllm.vllm_api import ABORT, ERROR, LENGTH, STOP, StepOutput
@@ -29,13 +30,10 @@ log = logging.getLogger("dragoman.engine")
 
 
 class VllmReplySettings(ReplySettings, frozen=True, kw_only=True):
-    """`head` are tokens appended to the prompt to close the reasoning before the model generates. `top` is the number
-    of alternatives per token; None means no log probabilities.
-    """
+    """`head` are tokens appended to the prompt to close the reasoning before the model generates."""
 
     head: tuple[int, ...] = ()
-    top: int | None = None
-    prompt_top: int | None = None
+    logprobs: Logprobs | None = None
 
 
 class PendingEmbedding:
@@ -76,7 +74,7 @@ class VllmGeneration(TokenGeneration):
         self.request = request
         self.is_dropped = False
         self.fail = self.events.fail
-        self.is_plain = settings.top is None and settings.guide is None and settings.budget is None
+        self.is_plain = settings.logprobs is None and settings.guide is None and settings.budget is None
         self.has_started = False
         self.reply_tokens: list[int] = []
         """All tokens so far; recorded only if there is a thinking budget."""
@@ -175,20 +173,20 @@ class VllmGeneration(TokenGeneration):
         return bool(self.closing_tokens)
 
     def _logprobs(self, output: StepOutput, at: int) -> tuple[TokenLogprob, ...]:
-        top, found = self.settings.top, output.new_logprobs
-        if top is None or found is None:
+        asked, found = self.settings.logprobs, output.new_logprobs
+        if asked is None or found is None:
             return ()
-        return (self._to_logprob(found[0][at].tolist(), found[1][at].tolist(), top),)
+        return (self._to_logprob(found[0][at].tolist(), found[1][at].tolist(), asked.top),)
 
     def _prompt_logprobs(self, output: StepOutput) -> tuple[TokenLogprob, ...]:
-        top, found = self.settings.prompt_top, output.new_prompt_logprobs_tensors
-        if top is None or found is None:
+        asked, found = self.settings.logprobs, output.new_prompt_logprobs_tensors
+        if asked is None or found is None:
             return ()
         rows = zip(found[0].tolist(), found[1].tolist(), strict=True)
         first = self.settings.prompt[0]
         return (
             TokenLogprob(first, self.vocabulary.pieces[first], None),
-            *(self._to_logprob(tokens, values, top) for tokens, values in rows),
+            *(self._to_logprob(tokens, values, asked.top) for tokens, values in rows),
         )
 
     def _to_logprob(self, tokens: Sequence[int], values: Sequence[float], top: int) -> TokenLogprob:

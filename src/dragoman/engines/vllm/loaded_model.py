@@ -63,9 +63,6 @@ class LoadedModel:
         await asyncio.gather(*self._background, return_exceptions=True)
         await asyncio.to_thread(self.llm.shutdown)
 
-    def new_id(self) -> str:
-        return str(next(self._ids))
-
     def build_request(
         self,
         tokens: Sequence[int],
@@ -78,7 +75,7 @@ class LoadedModel:
         """Return a request that vLLM has validated. Runs in threads, not the event loop."""
         try:
             return self.llm.input_processor.process_inputs(
-                self.new_id(),
+                str(next(self._ids)),
                 self.api.tokens_input(list(tokens), cache_salt=cache_salt),
                 make_params(),
                 supported_tasks=self.tasks,
@@ -147,7 +144,7 @@ class LoadedModel:
         self._abort(generation)
         events = generation.close_thought()
         if not generation.has_ended:
-            generation.resume(self.new_id())
+            generation.resume(str(next(self._ids)))
             self._create_task(self.submit(generation), generation)
         return events
 

@@ -13,7 +13,6 @@ Rules
                adapter_model.safetensors | adapter_model.bin | adapter_model.pt
 """
 
-import json
 import re
 import struct
 from collections.abc import Collection, Iterator, Mapping
@@ -65,6 +64,22 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Directories of LoRA adapters, by the model name under which each is served."""
     args: Mapping[str, Any] = {}
     """vLLM's own engine arguments."""
+
+
+class _AdapterConfig(msgspec.Struct):
+    r: Count
+
+
+class _Tensor(msgspec.Struct):
+    """An entry in the header of a safetensors file."""
+
+    shape: tuple[int, ...] = ()
+
+
+class _ModelConfig(msgspec.Struct):
+    hidden_size: int | None = None
+    text_config: "_ModelConfig | None" = None
+    """The section of a multimodal model."""
 
 
 def build_engine_args(options: VllmOptions) -> dict[str, Any]:
@@ -201,15 +216,13 @@ def last_line(error: Exception) -> str:
 def read_rank(directory: Path) -> int:
     file = directory / CONFIG_FILE
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        return msgspec.json.decode(file.read_bytes(), type=_AdapterConfig).r
     except OSError as error:
         raise ConfigError(f"{directory} is not a LoRA adapter: it has no {CONFIG_FILE}") from error
-    except ValueError as error:
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file} has no rank `r`; is it a LoRA adapter?") from error
+    except msgspec.DecodeError as error:
         raise ConfigError(f"{file} is not JSON") from error
-    rank = config.get("r") if isinstance(config, dict) else None
-    if not isinstance(rank, int) or rank < 1:
-        raise ConfigError(f"{file} has no rank `r`; is it a LoRA adapter?")
-    return rank
 
 
 def check_adapter(directory: Path, model: Path) -> None:
@@ -220,37 +233,30 @@ def check_adapter(directory: Path, model: Path) -> None:
         raise ConfigError(f"{directory} has no adapter weights: expected {' or '.join(WEIGHT_FILES)}")
     if weights.suffix != ".safetensors":
         return
-    size, expected = _adapter_size(_read_header(weights)), _hidden_size(model)
+    size, expected = _adapter_size(weights), _hidden_size(model)
     if size is not None and expected is not None and size != expected:
         raise ConfigError(f"{directory} is for a model with hidden size {size}; this model has {expected}")
 
 
-def _read_header(file: Path) -> Mapping[str, Any]:
+def _adapter_size(file: Path) -> int | None:
+    """The hidden size of the models that an adapter fits."""
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
-            header = json.loads(opened.read(length)) if length <= MAX_HEADER_BYTES else None
-    except (OSError, ValueError, struct.error) as error:
+            header = opened.read(length) if length <= MAX_HEADER_BYTES else b""
+        tensors = msgspec.json.decode(header, type=dict[str, _Tensor])
+    except (OSError, msgspec.DecodeError, struct.error) as error:
         raise ConfigError(f"{file} cannot be read as safetensors") from error
-    if not isinstance(header, dict):
-        raise ConfigError(f"{file} cannot be read as safetensors")
-    return header
-
-
-def _adapter_size(header: Mapping[str, Any]) -> int | None:
-    for name, tensor in header.items():
+    for name, tensor in tensors.items():
         if INPUT_WEIGHTS.search(name) and not OTHER_ENCODERS.search(name):
-            shape = tensor.get("shape") if isinstance(tensor, dict) else None
-            return shape[1] if isinstance(shape, list) and len(shape) == 2 and isinstance(shape[1], int) else None
+            return tensor.shape[1] if len(tensor.shape) == 2 else None
     return None
 
 
 def _hidden_size(model: Path) -> int | None:
     try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = msgspec.json.decode((model / "config.json").read_bytes(), type=_ModelConfig)
+    except (OSError, msgspec.DecodeError):
         return None
-    # Multimodal models have a section per modality.
-    sections = [config, config.get("text_config")] if isinstance(config, dict) else []
-    sizes = (section.get("hidden_size") for section in sections if isinstance(section, dict))
-    return next((size for size in sizes if isinstance(size, int)), None)
+    text_size = None if config.text_config is None else config.text_config.hidden_size
+    return text_size if config.hidden_size is None else config.hidden_size

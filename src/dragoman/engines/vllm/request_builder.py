@@ -23,11 +23,11 @@ from dragoman.core.embeddings import Input, map_inputs
 from dragoman.core.features import Feature
 from dragoman.core.request import GenerationRequest, Sampling
 from dragoman.engines.prompt_reader import PromptTokens, read_embedding_input
+from dragoman.engines.reply_limits import ThinkingBudget
 from dragoman.engines.token_engine import RequestBuilder
 from dragoman.engines.vllm.generation import VllmGeneration, VllmReplySettings
 from dragoman.engines.vllm.loaded_model import LoadedModel
 from dragoman.engines.vllm.options import VllmOptions
-from dragoman.engines.vllm.vllm_api import generation_defaults
 from dragoman.formats import detect_format, get_format
 from dragoman.grammar.constraints import CompiledConstraint, ConstraintCompiler
 from dragoman.grammar.reply_grammar import ReplyGrammar
@@ -37,16 +37,8 @@ MIN_TOP_P = 1e-6
 """Replaces 0, which vLLM rejects; it keeps only the most likely token, as 0 should."""
 MAX_BIAS = 100.0
 
-SAMPLING_PARAMS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-"""Parameters with the same name here and in vLLM."""
+SAMPLING_PARAMS = frozenset(Sampling.__struct_fields__) - {"seed", "logit_bias"}
+"""Parameters that are the same here and in vLLM."""
 
 
 class VllmRequestBuilder(RequestBuilder[VllmGeneration]):
@@ -58,7 +50,7 @@ class VllmRequestBuilder(RequestBuilder[VllmGeneration]):
         self.loaded = model
         self.options = options
         self.loras = loras
-        defaults = generation_defaults(model.llm.model_config)
+        defaults: Mapping[str, Any] = model.llm.model_config.get_diff_sampling_param() or {}
         self.defaults = {name: value for name, value in defaults.items() if name in SAMPLING_PARAMS}
         self.constraints = (
             None
@@ -76,57 +68,43 @@ class VllmRequestBuilder(RequestBuilder[VllmGeneration]):
     async def constrain(self, request: GenerationRequest, prompt: PromptTokens) -> CompiledConstraint | None:
         if self.constraints is None or not self.is_constrained(request):
             return None
-        opened = prompt.opener is not None and not self._head(request, prompt)
+        budget = self.create_thinking_budget(request, prompt.opener)
+        opened = prompt.opener is not None and not self._head(request, prompt, budget)
         return await self.constraints.constrain(request, thinks=self.may_think(request), opened=opened)
 
-    def _head(self, request: GenerationRequest, prompt: PromptTokens) -> tuple[int, ...]:
+    def _head(self, request: GenerationRequest, prompt: PromptTokens, budget: ThinkingBudget | None) -> tuple[int, ...]:
         """Tokens that close the reasoning before the model generates."""
-        budget = self.create_thinking_budget(request, prompt.opener)
-        return (
-            () if budget is None else tuple(budget.closing_tokens[: self.max_reply_tokens(request, len(prompt.tokens))])
-        )
+        limit = self.max_reply_tokens(request, len(prompt.tokens))
+        return () if budget is None else tuple(budget.closing_tokens[:limit])
 
     def build(
         self, request: GenerationRequest, prompt: PromptTokens, constrained: CompiledConstraint | None = None
     ) -> VllmGeneration:
         budget = self.create_thinking_budget(request, prompt.opener)
         limit = self.max_reply_tokens(request, len(prompt.tokens))
-        head = self._head(request, prompt)
+        head = self._head(request, prompt, budget)
         if budget is not None and head:
             budget.mark_closed()
         shape = None if constrained is None else constrained.shape
         has_captures = shape is not None and bool(shape.checks or shape.calls)
         guide = constrained.guide if constrained is not None and has_captures else None
-        ignores_budget = shape is not None and budget is not None and request.thinking.budget_tokens and not head
-        logprobs = request.logprobs
+        ignores_budget = budget is not None and bool(request.thinking.budget_tokens) and not head
         settings = VllmReplySettings(
             prompt=prompt.tokens,
             limit=limit,
             head=head,
-            top=None if logprobs is None else logprobs.top,
-            prompt_top=None if logprobs is None or not logprobs.prompt else logprobs.top,
+            logprobs=request.logprobs,
             prompt_text=self.prompt_text(request),
             guide=guide,
             checks=() if shape is None else shape.checks,
             calls=shape is not None and shape.calls,
             budget=None if shape is not None else budget,
             thinking=prompt.opener is not None,
-            ignored=(*prompt.ignored, *_ignored(request, shape, bool(ignores_budget))),
+            ignored=(*prompt.ignored, *_ignored(request, shape, ignores_budget)),
         )
-        vllm_request = self._build_request(request, (*prompt.tokens, *head), limit - len(head), settings, shape)
-        return VllmGeneration(self.loaded.vocabulary, settings, vllm_request)
-
-    def _build_request(
-        self,
-        request: GenerationRequest,
-        prompt: Sequence[int],
-        limit: int,
-        settings: VllmReplySettings,
-        shape: ReplyGrammar | None,
-    ) -> Any:
         built = self.loaded.build_request(
-            prompt,
-            partial(self._params, request, limit, settings, shape),
+            (*prompt.tokens, *head),
+            partial(self._params, request, limit - len(head), shape is not None),
             cache_salt=request.principal if self.options.isolate else None,
             lora=self.loras.get(request.model),
         )
@@ -135,23 +113,24 @@ class VllmRequestBuilder(RequestBuilder[VllmGeneration]):
             # vLLM would set this while validating the grammar, but its validation lacks the model's control tokens.
             structured_outputs._backend = "guidance"
             built.sampling_params.structured_outputs = structured_outputs
-        return built
+        return VllmGeneration(self.loaded.vocabulary, settings, built)
 
-    def _params(
-        self, request: GenerationRequest, limit: int, settings: VllmReplySettings, shape: ReplyGrammar | None
-    ) -> Any:
-        params = {**self.defaults, **_given_params(request.sampling)}
+    def _params(self, request: GenerationRequest, limit: int, is_constrained: bool) -> Any:
+        sampling, logprobs = request.sampling, request.logprobs
+        given = {name: value for name in SAMPLING_PARAMS if (value := getattr(sampling, name)) is not None}
+        params = {**self.defaults, **given}
         if "top_p" in params:
             params["top_p"] = max(params["top_p"], MIN_TOP_P)
+        bias = {token: max(-MAX_BIAS, min(MAX_BIAS, value)) for token, value in sampling.logit_bias.items()}
         return self.loaded.api.sampling(
             **params,
-            seed=None if request.sampling.seed is None else request.sampling.seed % SEED_COUNT,
-            logit_bias=_clamp_bias(request.sampling),
-            stop_token_ids=list(request.stop_token_ids) if shape is None else [],
-            ignore_eos=request.ignore_eos and shape is None,
+            seed=None if sampling.seed is None else sampling.seed % SEED_COUNT,
+            logit_bias=bias or None,
+            stop_token_ids=[] if is_constrained else list(request.stop_token_ids),
+            ignore_eos=request.ignore_eos and not is_constrained,
             max_tokens=max(limit, 1),
-            logprobs=settings.top,
-            prompt_logprobs=settings.prompt_top,
+            logprobs=None if logprobs is None else logprobs.top,
+            prompt_logprobs=None if logprobs is None or not logprobs.prompt else logprobs.top,
             detokenize=False,
             skip_clone=True,
         )
@@ -179,25 +158,11 @@ def merge_grammars(grammar: str) -> str:
     return text
 
 
-def _given_params(sampling: Sampling) -> dict[str, Any]:
-    values = msgspec.structs.asdict(sampling)
-    return {name: values[name] for name in SAMPLING_PARAMS if values[name] is not None}
-
-
-def _clamp_bias(sampling: Sampling) -> dict[int, float] | None:
-    bias = {token: max(-MAX_BIAS, min(MAX_BIAS, value)) for token, value in sampling.logit_bias.items()}
-    return bias or None
-
-
 def _ignored(request: GenerationRequest, shape: ReplyGrammar | None, ignores_budget: bool) -> tuple[str, ...]:
     if shape is None:
         return ()
     stops = ("stop_token_ids",) if request.stop_token_ids else ()
-    budgets = [asked.param for asked in request.asked if asked.feature == Feature.THINKING] if ignores_budget else []
-    return (*shape.relaxed, *stops, *budgets, *_masked_logprobs(request))
-
-
-def _masked_logprobs(request: GenerationRequest) -> list[str]:
-    """The request fields that ask for log probabilities. `best_of` only compares replies, so it does not count."""
-    asked = [asked for asked in request.asked if asked.feature in (Feature.LOGPROBS, Feature.PROMPT_LOGPROBS)]
-    return [entry.param for entry in asked if entry.param != "best_of"]
+    features = {Feature.LOGPROBS, Feature.PROMPT_LOGPROBS, *([Feature.THINKING] if ignores_budget else [])}
+    # `best_of` also asks for log probabilities, but only to compare replies.
+    params = [asked.param for asked in request.asked if asked.feature in features and asked.param != "best_of"]
+    return (*shape.relaxed, *stops, *params)

@@ -25,7 +25,7 @@ import dataclasses
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, Protocol
 
@@ -84,39 +84,29 @@ def import_vllm() -> VllmApi:
         raise ConfigError(NOT_INSTALLED)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    load = importlib.import_module
     try:
-        return _collect()
+        sampling = load("vllm.sampling_params")
+        engine_args = load("vllm.engine.arg_utils").AsyncEngineArgs
+        return VllmApi(
+            version=str(load("vllm").__version__),
+            engine_args=engine_args,
+            arg_names=frozenset(field.name for field in dataclasses.fields(engine_args)),
+            load=partial(
+                load("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args,
+                usage_context=load("vllm.usage.usage_lib").UsageContext.OPENAI_API_SERVER,
+            ),
+            sampling=sampling.SamplingParams,
+            pooling=load("vllm.pooling_params").PoolingParams,
+            structured_outputs=sampling.StructuredOutputsParams,
+            lora=load("vllm.lora.request").LoRARequest,
+            tokens_input=load("vllm.inputs").tokens_input,
+            device=str(load("vllm.platforms").current_platform.device_type),
+            request_errors=(ValueError, load("vllm.exceptions").VLLMClientError),
+        )
     except (ImportError, AttributeError) as error:
         message = f"this release of vllm is not supported ({error}); install one that is: pip install 'dragoman[vllm]'"
         raise ConfigError(message) from error
-
-
-def _collect() -> VllmApi:
-    load = importlib.import_module
-    sampling = load("vllm.sampling_params")
-    engine_args = load("vllm.engine.arg_utils").AsyncEngineArgs
-    return VllmApi(
-        version=str(load("vllm").__version__),
-        engine_args=engine_args,
-        arg_names=frozenset(field.name for field in dataclasses.fields(engine_args)),
-        load=partial(
-            load("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args,
-            usage_context=load("vllm.usage.usage_lib").UsageContext.OPENAI_API_SERVER,
-        ),
-        sampling=sampling.SamplingParams,
-        pooling=load("vllm.pooling_params").PoolingParams,
-        structured_outputs=sampling.StructuredOutputsParams,
-        lora=load("vllm.lora.request").LoRARequest,
-        tokens_input=load("vllm.inputs").tokens_input,
-        device=str(load("vllm.platforms").current_platform.device_type),
-        request_errors=(ValueError, load("vllm.exceptions").VLLMClientError),
-    )
-
-
-def generation_defaults(config: Any) -> Mapping[str, Any]:
-    """The sampling defaults of the model's generation config, as read by vLLM."""
-    defaults: Mapping[str, Any] = config.get_diff_sampling_param() or {}
-    return defaults
 
 
 def end_tokens(config: Any) -> frozenset[int]:

@@ -13,7 +13,7 @@ Rules
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -127,17 +127,9 @@ class HfVocabulary:
         self._visible: Sequence[bytes] = ()
         self.show(())
         used = self._tokens_in_prompts(file.added_tokens)
-        self._special_cache = create_encoder(self._encode_special, file.added_tokens, used)
+        self._special_cache = create_encoder(partial(_encode, self._special_encoder), file.added_tokens, used)
         # Plain text has no names at which to split it.
-        self._plain_cache = CachingEncoder(self._encode_plain, ())
-
-    def _encode_special(self, text: str) -> list[int]:
-        ids: list[int] = self._special_encoder.encode(text, add_special_tokens=False).ids
-        return ids
-
-    def _encode_plain(self, text: str) -> list[int]:
-        ids: list[int] = self._plain_encoder.encode(text, add_special_tokens=False).ids
-        return ids
+        self._plain_cache = CachingEncoder(partial(_encode, self._plain_encoder), ())
 
     def _tokens_in_prompts(self, added: Sequence[AddedToken]) -> frozenset[int]:
         """The added tokens that occur in prompts."""
@@ -200,6 +192,11 @@ class HfVocabulary:
             if before in ids and after in ids and middle in ids:
                 return ids[before], ids[after], ids[middle]
         return None
+
+
+def _encode(encoder: Any, text: str) -> list[int]:
+    ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
+    return ids
 
 
 def _token_id(value: Any) -> int:

@@ -14,7 +14,7 @@ Rules
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import msgspec
@@ -22,9 +22,7 @@ import msgspec
 from dragoman.core.errors import DECODE_ERRORS
 from dragoman.formats.syntax import FIELD, CallSection, JsonCall, NamedJson
 from dragoman.pipeline.event_writer import EventWriter, MalformedCall
-from dragoman.pipeline.text_buffer import Parser, TextBuffer, markers
-
-Emit = Callable[[str], None]
+from dragoman.pipeline.text_buffer import Emit, Parser, TextBuffer, markers
 
 TOOL_NAME = re.compile(r"[^\s<>{}\"]{1,256}")
 """A possible tool name."""
@@ -90,13 +88,12 @@ def read_list(buffer: TextBuffer, read_call: Callable[[], Parser[None]]) -> Pars
             return
 
 
-class _Draft:
+class _Draft(msgspec.Struct):
     """A call before its name and its arguments are both known."""
 
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self.arguments: str | None = None
-        self.wrapped = False
+    name: str | None = None
+    arguments: str | None = None
+    wrapped: bool = False
 
 
 def _call(buffer: TextBuffer, syntax: JsonCall, section: CallSection, writer: EventWriter) -> Parser[None]:
@@ -180,7 +177,12 @@ def _unusual_arguments(buffer: TextBuffer) -> Parser[str]:
 
 
 def begins_named(buffer: TextBuffer, syntax: NamedJson, section: CallSection) -> Parser[bool]:
-    heads = tuple(dict.fromkeys(leading_text(template) for template in syntax.begins))
+    return (yield from begins_with_template(buffer, syntax.begins))
+
+
+def begins_with_template(buffer: TextBuffer, templates: Sequence[str]) -> Parser[bool]:
+    """Whether one of the templates may come next. A template that begins with a field needs a letter or digit."""
+    heads = tuple(dict.fromkeys(map(leading_text, templates)))
     if all(heads):
         return bool((yield from buffer.starts_with(heads)))
     char = yield from buffer.peek()

@@ -18,7 +18,7 @@ import msgspec
 
 from dragoman.core.errors import DECODE_ERRORS
 from dragoman.formats.syntax import FIELD, CallSection, Tagged
-from dragoman.pipeline.call_readers.json_calls import TOOL_NAME, leading_text, quote_json
+from dragoman.pipeline.call_readers.json_calls import TOOL_NAME, begins_with_template, leading_text, quote_json
 from dragoman.pipeline.event_writer import EventWriter, MalformedCall
 from dragoman.pipeline.text_buffer import Parser, TextBuffer, markers
 
@@ -31,11 +31,7 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 def begins(buffer: TextBuffer, syntax: Tagged, section: CallSection) -> Parser[bool]:
-    head = leading_text(syntax.function)
-    if head:
-        return bool((yield from buffer.starts_with((head,))))
-    char = yield from buffer.peek()
-    return char.isalnum() or char == "_"
+    return (yield from begins_with_template(buffer, (syntax.function,)))
 
 
 def read(buffer: TextBuffer, syntax: Tagged, section: CallSection, writer: EventWriter) -> Parser[None]:

@@ -50,12 +50,8 @@ class Authenticator:
         self._anonymous = Caller(ANONYMOUS, DEFAULT_SCOPES, quota=_make_quota(keys.limits)) if keys.anonymous else None
         self._secrets = [key for key in settings.api_keys if len(key) >= MIN_SECRET_LENGTH]
 
-    @property
-    def needs_keys(self) -> bool:
-        return self._stored.is_used() or bool(self._static or self._jwt)
-
     def authenticate(self, headers: Mapping[bytes, bytes]) -> Caller:
-        if not self.needs_keys:
+        if not (self._stored.is_used() or self._static or self._jwt):
             return self._anonymous or UNRESTRICTED
         try:
             return self._find_caller(_read_key(headers))
@@ -160,8 +156,7 @@ class _StoredKeys:
 
     def _read(self) -> None:
         self._checked_at = time.monotonic()
-        if self._reader.has_changed():
-            keys = self._reader.keys()
+        if (keys := self._reader.read_changes()) is not None:
             self._known = {key.id.encode(): (key, self._caller(key)) for key in keys}
             self._was_used = self._was_used or bool(keys)
         self._unreadable = None

@@ -3,11 +3,11 @@
     parent      catalog, engines, quotas of keys, stored responses, telemetry, operator routes
     front ends  connections, HTTP, JSON, authentication, pipeline, frames: most of the work, without state
 
-    messages.py    the messages between them
-    process.py     the process of a front end: what it answers itself and what it relays to the parent
-    remote.py      the parent's models, quotas, stored responses and telemetry, as seen by a front end
-    requests.py    what a request of a front end holds in the parent, and the requests that the parent answers
-    supervisor.py  connects, restarts, configures and stops the front ends, and binds their sockets
+    messages.py          the messages between them
+    process.py           the process of a front end: what it answers itself and what it relays to the parent
+    remote.py            the parent's models, quotas, stored responses and telemetry, as seen by a front end
+    request_handlers.py  what a request of a front end holds in the parent, and the messages about it
+    supervisor.py        connects, restarts, configures and stops the front ends
 
 Rules
 1. A front end that dies takes only its own connections with it. Its requests are cancelled, their resources are

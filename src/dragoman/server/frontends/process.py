@@ -58,7 +58,7 @@ class FrontEndApp(BaseApp):
     async def stop(self) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + END_SECONDS
-        while self.monitor.exchanges and loop.time() < deadline:  # noqa: ASYNC110 (once)
+        while self.exchanges and loop.time() < deadline:  # noqa: ASYNC110 (once)
             await asyncio.sleep(POLL_SECONDS)
         self._authenticator.close()
 

@@ -241,14 +241,14 @@ class RequestHandlers:
         if worker is None:
             work = self._run_local(engine, call.key, decode_request(call.request), state)
             state.calls[call.key] = self._loop.create_task(work).cancel
-        elif worker.forward(self._output, call.key, call.request):
+        elif worker.forward(self._output.put, call.key, call.request):
             state.calls[call.key] = partial(worker.stop_forwarding, call.key)
         else:
             state.calls[call.key] = self._loop.create_task(self._forward_later(worker, call, state)).cancel
 
     async def _forward_later(self, worker: WorkerControl, call: RawGenerate, state: RequestState) -> None:
         try:
-            await worker.forward_when_running(self._output, call.key, call.request)
+            await worker.forward_when_running(self._output.put, call.key, call.request)
             state.calls[call.key] = partial(worker.stop_forwarding, call.key)
         except Exception as error:  # noqa: BLE001 (reported to the front end and logged)
             self._fail(call.key, error)

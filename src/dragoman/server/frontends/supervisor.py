@@ -1,4 +1,4 @@
-"""Starts, restarts, configures and stops the front ends, and binds the sockets that they listen on.
+"""Starts, restarts, configures and stops the front ends.
 
 Rules
 1. A front end that dies soon after its start is restarted after a growing pause.
@@ -20,13 +20,11 @@ import errno
 import logging
 import os
 import socket
-import sys
 import time
 from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain, count
-from pathlib import Path
 
 import msgspec
 
@@ -39,7 +37,7 @@ from dragoman.server.app import App
 from dragoman.server.frontends import messages
 from dragoman.server.frontends.messages import Stop
 from dragoman.server.frontends.request_handlers import FrontEndOutput, Handler, RequestHandlers
-from dragoman.server.http.server import BACKLOG, FORCED_STOP_SECONDS, bind_sockets, unix_socket
+from dragoman.server.http.server import BACKLOG, FORCED_STOP_SECONDS
 
 log = logging.getLogger("dragoman.fronts")
 
@@ -55,10 +53,10 @@ class FrontEndConnection:
     """`on_listening` is called when the front end accepts connections."""
 
     def __init__(self, app: App, on_listening: Callable[[], None]) -> None:
-        self.link = MessageConnection(self._receive, self._note_end)
+        self.ended = asyncio.Event()
+        self.link = MessageConnection(self._receive, self.ended.set)
         self.output = FrontEndOutput(self.link, self.kill)
         self.process: Process | None = None
-        self.ended = asyncio.Event()
         self.is_listening = False
         self.is_killed = False
         """After the kill, messages of the front end no longer count."""
@@ -116,9 +114,6 @@ class FrontEndConnection:
             # The other requests of the front end go on.
             log.exception("a message of a front end could not be handled")
 
-    def _note_end(self) -> None:
-        self.ended.set()
-
     def _note_listening(self) -> None:
         if not self.is_killed:
             self.is_listening = True
@@ -135,6 +130,8 @@ class FrontEndSupervisor:
     def __init__(self, app: App, socket_groups: list[list[socket.socket]]) -> None:
         self._app = app
         self._socket_groups = socket_groups
+        for listener in chain.from_iterable(socket_groups):
+            listener.listen(BACKLOG)
         self._numbers = count(OWN_NUMBER + 1)
         self._tasks = [asyncio.create_task(self._keep_running(sockets)) for sockets in socket_groups]
         self._connections: set[FrontEndConnection] = set()
@@ -266,27 +263,6 @@ class FrontEndSupervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def bind_frontend_sockets(settings: Settings, count: int) -> list[list[socket.socket]]:
-    """Bind the sockets; return those of each front end."""
-    if settings.socket is not None:
-        shared = [unix_socket(Path(settings.socket))]
-    elif sys.platform == "linux":
-        groups = [bind_sockets(settings.host, settings.port, is_shared=True)]
-        # Port 0 lets the system choose one for the first group.
-        port = groups[0][0].getsockname()[1]
-        groups += [bind_sockets(settings.host, port, is_shared=True) for _ in range(count - 1)]
-        return [_listen(sockets) for sockets in groups]
-    else:
-        shared = bind_sockets(settings.host, settings.port, is_shared=True)
-    return [_listen(shared)] * count
-
-
-def _listen(sockets: list[socket.socket]) -> list[socket.socket]:
-    for listener in sockets:
-        listener.listen(BACKLOG)
-    return sockets
 
 
 def _hint(error: OSError) -> str:

@@ -51,103 +51,140 @@ def reply_to(
 ) -> Awaitable[None]:
     """Generate and send the reply. `store` is called when the reply is complete, before its end is sent."""
     exchange.response.stream_type = reply_format.stream_type
-    sink = _ReplySink(app, exchange, reply_format)
-    send = _stream if decoded.delivery.stream else _send_whole
-    return send(app, exchange, decoded, sink, store)
+    generation = _Generation(app, exchange, decoded, reply_format, store)
+    return generation.stream() if decoded.delivery.stream else generation.send_whole()
 
 
-async def _send_whole(
-    app: BaseApp, exchange: HttpExchange, decoded: GenerationRequest, sink: "_ReplySink", store: Store | None
-) -> None:
-    request = await _run(app, exchange, decoded, sink)
-    reply = sink.encode_reply(request)
-    if store is not None:
-        await store()
-    await exchange.response.send_json(reply)
+class _Generation:
+    """Runs a model, or one of its fallbacks, and sends its events as frames or as one reply."""
 
+    _encoder: Encoder
+    """Each model that is tried has its own encoder or builder."""
+    _builder: ReplyBuilder | None = None
+    _pending = b""
 
-async def _stream(
-    app: BaseApp, exchange: HttpExchange, decoded: GenerationRequest, sink: "_ReplySink", store: Store | None
-) -> None:
-    failure: Exception | None
-    try:
-        await _run(app, exchange, decoded, sink)
-        end = sink.encoder.end()
-        if store is not None:
-            await store()
-    except asyncio.CancelledError:
-        failure = exchange.take_cancellation()
-        if failure is None:
-            raise
-    except Exception as error:
-        failure = error
-        if not exchange.response.is_started:
-            raise
-    else:
-        await exchange.response.end(end)
-        return
-    if not exchange.response.is_started:
-        raise failure
-    await exchange.response.end(sink.encoder.fail(exchange.public_error(failure)))
+    def __init__(
+        self,
+        app: BaseApp,
+        exchange: HttpExchange,
+        decoded: GenerationRequest,
+        reply_format: ReplyEncoding,
+        store: Store | None,
+    ) -> None:
+        self._app = app
+        self._exchange = exchange
+        self._response = exchange.response
+        self._timer = exchange.timer
+        self._decoded = decoded
+        self._format = reply_format
+        self._store = store
 
+    async def send_whole(self) -> None:
+        request = await self._run(self._decoded)
+        assert self._builder is not None
+        reply = self._format.encode_reply(request, int(time.time()), self._builder.reply())
+        if self._store is not None:
+            await self._store()
+        await self._response.send_json(reply)
 
-async def _run(
-    app: BaseApp, exchange: HttpExchange, decoded: GenerationRequest, sink: "_ReplySink", is_fallback: bool = False
-) -> GenerationRequest:
-    """Generate with the model or a fallback. Returns the request as that model got it."""
-    limits, record, timer = app.settings.limits, exchange.record, exchange.timer
-    lease, estimate = app.model_lease(exchange), None
-    if exchange.response.quota_lease is not None and not is_fallback:
-        estimate = estimate_tokens(decoded, exchange.weight)
-    try:
-        info = await find_model(app, exchange, lease, decoded.model, decoded.asked, estimate)
-        request = _complete_request(app, exchange, decoded, info)
-        check_limits(request, limits.choices, limits.stop_strings)
-        sink.start(request)
-        # Before this point the status and the headers could still change, so no comment may start the stream.
-        exchange.response.is_streaming = request.delivery.stream and sink.is_event_stream
-        prompt_tokens = partial(estimate_prompt_tokens, request, exchange.weight)
-        exchange.meter = Meter(record, app.telemetry.metrics.for_model(info.label), timer.started, prompt_tokens)
-        engine = await lease.start()
-        record.queue_us = lease.queue_us
-        timer.expect(limits.stall_seconds, stall_error)
-        await generate(engine, request, lease.slots, sink.receive, timer.note_running)
-        first_event = timer.started + (record.first_event_us or 0) / 1e6
-        lease.note_speed(record.completion_tokens, timer.last_progress - first_event)
-        return request
-    except DragomanError as error:
-        has_fallback = bool(lease.fallbacks) and not is_fallback and error.status in FALLBACK_STATUSES
-        if not has_fallback or record.first_event_us is not None:
-            raise
-        failure = error
-    finally:
-        lease.close()
-    return await _run_fallbacks(app, exchange, decoded, sink, lease, failure)
-
-
-async def _run_fallbacks(
-    app: BaseApp,
-    exchange: HttpExchange,
-    decoded: GenerationRequest,
-    sink: "_ReplySink",
-    lease: ModelLease,
-    failure: DragomanError,
-) -> GenerationRequest:
-    """Generate with a fallback for the model of the lease, which has failed."""
-    record = exchange.record
-    for name in lease.fallbacks:
-        message = "request %s: model %s cannot answer (%s); trying %s"
-        log_server.warning(message, record.id, lease.label, failure.message, name, extra={"request_id": record.id})
-        exchange.response.clear_notes()
+    async def stream(self) -> None:
+        exchange, response = self._exchange, self._response
+        failure: Exception | None
         try:
-            return await _run(app, exchange, msgspec.structs.replace(decoded, model=name), sink, is_fallback=True)
-        except DragomanError as error:
-            if record.first_event_us is not None:
+            await self._run(self._decoded)
+            end = self._encoder.end()
+            if self._store is not None:
+                await self._store()
+        except asyncio.CancelledError:
+            failure = exchange.take_cancellation()
+            if failure is None:
                 raise
-            if error.status not in FALLBACK_STATUSES:
-                break
-    record.model = lease.label
-    raise failure
+        except Exception as error:
+            failure = error
+            if not response.is_started:
+                raise
+        else:
+            await response.end(end)
+            return
+        if not response.is_started:
+            raise failure
+        await response.end(self._encoder.fail(exchange.public_error(failure)))
+
+    async def _run(self, decoded: GenerationRequest, is_fallback: bool = False) -> GenerationRequest:
+        """Generate with the model or a fallback. Returns the request as that model got it."""
+        app, exchange, timer = self._app, self._exchange, self._timer
+        limits, record = app.settings.limits, exchange.record
+        lease, estimate = app.model_lease(exchange), None
+        if self._response.quota_lease is not None and not is_fallback:
+            estimate = estimate_tokens(decoded, exchange.weight)
+        try:
+            info = await find_model(app, exchange, lease, decoded.model, decoded.asked, estimate)
+            request = _complete_request(app, exchange, decoded, info)
+            check_limits(request, limits.choices, limits.stop_strings)
+            if request.delivery.stream:
+                self._encoder = self._format.encode_stream(request, int(time.time()))
+                # Before this point the status and the headers could still change, so no comment may start the stream.
+                self._response.is_streaming = self._format.stream_type == EVENT_STREAM
+            else:
+                self._builder = ReplyBuilder()
+            prompt_tokens = partial(estimate_prompt_tokens, request, exchange.weight)
+            exchange.meter = Meter(record, app.telemetry.metrics.for_model(info.label), timer.started, prompt_tokens)
+            engine = await lease.start()
+            record.queue_us = lease.queue_us
+            timer.expect(limits.stall_seconds, stall_error)
+            await generate(engine, request, lease.slots, self._receive, timer.note_running)
+            first_event = timer.started + (record.first_event_us or 0) / 1e6
+            lease.note_speed(record.completion_tokens, timer.last_progress - first_event)
+            return request
+        except DragomanError as error:
+            has_fallback = bool(lease.fallbacks) and not is_fallback and error.status in FALLBACK_STATUSES
+            if not has_fallback or record.first_event_us is not None:
+                raise
+            failure = error
+        finally:
+            lease.close()
+        return await self._run_fallbacks(lease, failure)
+
+    async def _run_fallbacks(self, lease: ModelLease, failure: DragomanError) -> GenerationRequest:
+        """Generate with a fallback for the model of the lease, which has failed."""
+        record = self._exchange.record
+        for name in lease.fallbacks:
+            message = "request %s: model %s cannot answer (%s); trying %s"
+            log_server.warning(message, record.id, lease.label, failure.message, name, extra={"request_id": record.id})
+            self._response.clear_notes()
+            try:
+                return await self._run(msgspec.structs.replace(self._decoded, model=name), is_fallback=True)
+            except DragomanError as error:
+                if record.first_event_us is not None:
+                    raise
+                if error.status not in FALLBACK_STATUSES:
+                    break
+        record.model = lease.label
+        raise failure
+
+    def _receive(self, choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
+        exchange, response, timer = self._exchange, self._response, self._timer
+        timer.note_progress()
+        assert exchange.meter is not None
+        exchange.meter.note(choice, events, timer.last_progress)
+        first, last = events[0], events[-1]
+        if type(first) is Started and first.ignored:
+            if self._app.is_strict(exchange):
+                raise unsupported_parameter(exchange.record.model or "", first.ignored[0])
+            response.ignore(first.ignored)
+        if type(last) is Finished:
+            for warning in last.warnings:
+                response.warn(warning)
+        if self._builder is not None:
+            self._builder.add(choice, events)
+            return None
+        frames = self._encoder.feed(choice, events)
+        if type(last) is Started and not response.is_started:
+            self._pending += frames
+            return None
+        if self._pending:
+            frames, self._pending = self._pending + frames, b""
+        return None if not frames or response.write_now(frames) else response.write(frames)
 
 
 async def find_model(
@@ -183,56 +220,3 @@ def _complete_request(
     return msgspec.structs.replace(
         decoded, id=record.id, model=info.model, principal=record.principal, max_tokens=limit, sampling=sampling
     )
-
-
-class _ReplySink:
-    """Receives the events of a reply, and encodes and writes them as frames or collects them.
-
-    Each model that is tried has its own encoder.
-    """
-
-    encoder: Encoder
-
-    def __init__(self, app: BaseApp, exchange: HttpExchange, reply_format: ReplyEncoding) -> None:
-        self._app = app
-        self._exchange = exchange
-        self._response = exchange.response
-        self._timer = exchange.timer
-        self._format = reply_format
-        self._pending = b""
-        self.is_event_stream = reply_format.stream_type == EVENT_STREAM
-        self._builder: ReplyBuilder | None = None
-
-    def start(self, request: GenerationRequest) -> None:
-        if request.delivery.stream:
-            self.encoder = self._format.encode_stream(request, int(time.time()))
-        else:
-            self._builder = ReplyBuilder()
-
-    def encode_reply(self, request: GenerationRequest) -> object:
-        assert self._builder is not None
-        return self._format.encode_reply(request, int(time.time()), self._builder.reply())
-
-    def receive(self, choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
-        exchange, response, timer = self._exchange, self._response, self._timer
-        timer.note_progress()
-        assert exchange.meter is not None
-        exchange.meter.note(choice, events, timer.last_progress)
-        first, last = events[0], events[-1]
-        if type(first) is Started and first.ignored:
-            if self._app.is_strict(exchange):
-                raise unsupported_parameter(exchange.record.model or "", first.ignored[0])
-            response.ignore(first.ignored)
-        if type(last) is Finished:
-            for warning in last.warnings:
-                response.warn(warning)
-        if self._builder is not None:
-            self._builder.add(choice, events)
-            return None
-        frames = self.encoder.feed(choice, events)
-        if type(last) is Started and not response.is_started:
-            self._pending += frames
-            return None
-        if self._pending:
-            frames, self._pending = self._pending + frames, b""
-        return None if not frames or response.write_now(frames) else response.write(frames)

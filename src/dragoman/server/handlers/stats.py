@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -121,10 +121,8 @@ def render_metrics(
     metrics: Metrics, models: Mapping[str, ModelGauges], memory: int | None, budget: int | None = None
 ) -> bytes:
     """`memory` is that of the server process, `budget` the limit for all models together."""
-    registry = CollectorRegistry()
     families = [*_counters(metrics), *_model_gauges(models), *_server_gauges(metrics, memory, budget)]
-    registry.register(_Families(families))
-    return generate_latest(registry)
+    return generate_latest(_Families(families))
 
 
 class _Families(Collector):

@@ -30,8 +30,17 @@ from dragoman.core.ids import new_id
 from dragoman.protocols.registry import family
 from dragoman.protocols.wire_protocol import Family
 from dragoman.server.http.http1 import ChunkedBody, FixedBody, RequestHead, parse_target
-from dragoman.server.http.read_buffer import LINGER_BYTES, READ_AHEAD, ReadBuffer
-from dragoman.server.http.response import DIRECT, HeaderLines, Receive, Response, Scope, Send
+from dragoman.server.http.response import (
+    DIRECT,
+    LINGER_BYTES,
+    READ_AHEAD,
+    HeaderLines,
+    ReadBuffer,
+    Receive,
+    Response,
+    Scope,
+    Send,
+)
 from dragoman.server.telemetry.metrics import RequestRecord
 from dragoman.server.telemetry.recorder import Recorder
 

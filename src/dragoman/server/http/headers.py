@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from dragoman.config.sections import UNIX, Cors, parse_network
+from dragoman.core.errors import UnsupportedMedia
 
 RawHeaders = list[tuple[bytes, bytes]]
 Headers = Mapping[bytes, bytes]
@@ -67,6 +68,17 @@ def host_name(host: bytes) -> bytes | None:
     """The host without its port; None if it is malformed."""
     match = _HOST.fullmatch(host)
     return match[1].lower() if match else None
+
+
+@lru_cache(maxsize=256)
+def check_media_type(content_type: bytes, coding: bytes, has_origin: bool) -> None:
+    """Refuse a body that is not JSON or that is compressed."""
+    media = content_type.partition(b";")[0].strip().lower()
+    # A web page of another origin must not send a body without a type; other programs may.
+    if media != b"application/json" and (media or has_origin):
+        raise UnsupportedMedia("send the body as JSON, with the header 'content-type: application/json'")
+    if coding.lower() != b"identity":
+        raise UnsupportedMedia("compressed bodies are not accepted")
 
 
 class CorsPolicy:

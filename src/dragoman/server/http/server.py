@@ -23,6 +23,7 @@ from email.utils import formatdate
 from pathlib import Path
 
 from dragoman.config.sections import Tls
+from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.server.base_app import BaseApp
 from dragoman.server.http.connection import HttpConnection, ServerState
@@ -229,6 +230,18 @@ def _inode(path: str | None) -> tuple[int, int] | None:
     except OSError:
         return None
     return None if status is None else (status.st_dev, status.st_ino)
+
+
+def bind_listeners(settings: Settings, count: int) -> list[list[socket.socket]]:
+    """Bind the sockets of each of `count` processes. On Linux each has its own; elsewhere all share the same."""
+    if settings.socket is not None:
+        return [[unix_socket(Path(settings.socket))]] * count
+    first = bind_sockets(settings.host, settings.port, is_shared=count > 1)
+    if sys.platform != "linux":
+        return [first] * count
+    # Port 0 lets the system choose one for the first process.
+    port = first[0].getsockname()[1]
+    return [first, *(bind_sockets(settings.host, port, is_shared=True) for _ in range(count - 1))]
 
 
 def bind_sockets(host: str, port: int, is_shared: bool = False) -> list[socket.socket]:

@@ -29,6 +29,7 @@ from .values import (
     PoolingParams,
     SamplingParams,
     UsageContext,
+    ValidationError,
     VLLMValidationError,
 )
 
@@ -36,20 +37,6 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 FAILING = {"starved": "(EngineCore pid=7) ERROR ValueError: No available memory for the cache blocks.\n"}
 """Output of the processes of models that fail to start."""
-
-
-class ValidationError(ValueError):
-    """Has the interface of pydantic's ValidationError."""
-
-    def __init__(self, title: str, fields: tuple[str, ...], given: object) -> None:
-        super().__init__(f"{len(fields)} validation errors for {title}")
-        self.title = title
-        self.fields = fields
-        self.given = given
-
-    def errors(self) -> list[dict[str, Any]]:
-        msg = "Input should be greater than or equal to 1"
-        return [{"loc": (field,), "msg": msg, "input": self.given} for field in self.fields]
 
 
 @dataclass
@@ -62,7 +49,7 @@ class AsyncEngineArgs:
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
-    steps_per_second: float = 100
+    steps_per_second: float = 500
     """Only in the fake."""
     dies_in: str = ""
     """Only in the fake: the call that kills the process, `tasks`, `loras` or `settings`."""
@@ -218,7 +205,9 @@ class AsyncLLM:
         if args.model == "broken":
             raise ValueError("no such model")
         if args.max_num_seqs < 1:
-            raise ValidationError("SchedulerConfig", ("max_num_batched_tokens", "max_num_seqs"), args.max_num_seqs)
+            message, given = "Input should be greater than or equal to 1", args.max_num_seqs
+            fields = ("max_num_batched_tokens", "max_num_seqs")
+            raise ValidationError(*(((field,), message, given) for field in fields))
         if args.model in FAILING:
             subprocess.run([sys.executable, "-c", "import sys; sys.stderr.write(sys.argv[1])", FAILING[args.model]])
             raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")

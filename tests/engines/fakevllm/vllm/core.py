@@ -2,7 +2,7 @@
 
 The model echoes the last user message. For "count N" it returns the numbers below N, for "what grammar" the grammar of
 the reply, for "what adapter" the adapter's name. The embedding of "not a number" contains NaN. Requests with the same
-salt and adapter share cached prefixes. For "how many" it returns the numbers of other requests and of aborted ones.
+salt and adapter share cached prefixes.
 """
 
 import math
@@ -32,7 +32,7 @@ BLOCK = 16
 WIDTH = 16
 
 
-def create_reply(request: EngineCoreRequest, others: int, aborted: int) -> list[int]:
+def create_reply(request: EngineCoreRequest) -> list[int]:
     prompt, params = request.prompt_token_ids, request.sampling_params
     text = b"".join(bytes([token]) if token < 256 else b"\x00" for token in prompt)
     users = re.findall(rb"\x00user\n(.*?)\x00", text, re.DOTALL)
@@ -43,17 +43,15 @@ def create_reply(request: EngineCoreRequest, others: int, aborted: int) -> list[
     elif text == b"what grammar":
         shape = None if params is None else params.structured_outputs
         text = str(None if shape is None else shape.grammar).encode()
-    elif text == b"how many":
-        text = f"{others} running, {aborted} given up".encode()
     elif text == b"what adapter":
         text = str(None if request.lora_request is None else request.lora_request.lora_name).encode()
     return [*text, IM_END]
 
 
 class Running:
-    def __init__(self, request: EngineCoreRequest, cached: int, reply: list[int]) -> None:
+    def __init__(self, request: EngineCoreRequest, cached: int) -> None:
         self.request = request
-        self.left = iter(reply)
+        self.left = iter(create_reply(request))
         self.made = 0
         self.cached = cached
 
@@ -103,7 +101,6 @@ class Core:
         self.waiting: dict[str, EngineCoreRequest] = {}
         self.running: dict[str, Running] = {}
         self.seen: dict[object, list[int]] = {}
-        self.aborted = 0
         self.decoder = msgspec.msgpack.Decoder(Add | Abort)
         self.buffer = b""
 
@@ -129,8 +126,7 @@ class Core:
             seen = self.seen.get(group, [])
             same = next((at for at, (a, b) in enumerate(zip(prompt, seen, strict=False)) if a != b), len(seen))
             cached = min(same, len(prompt) - 1) // BLOCK * BLOCK
-            reply = create_reply(request, len(self.running) + len(self.waiting), self.aborted)
-            self.running[key] = Running(request, cached, reply)
+            self.running[key] = Running(request, cached)
             self.seen[group] = prompt
 
     def receive(self, seconds: float | None) -> bool:
@@ -152,8 +148,8 @@ class Core:
             self.waiting[message.request.request_id] = message.request
             return
         for key in message.request_ids:
-            request = self.waiting.pop(key, None) or self.running.pop(key, None)
-            self.aborted += request is not None
+            self.waiting.pop(key, None)
+            self.running.pop(key, None)
 
     def send(self, outputs: EngineCoreOutputs) -> None:
         body = msgspec.msgpack.encode(outputs)

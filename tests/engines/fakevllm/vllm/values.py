@@ -23,6 +23,19 @@ class EngineDeadError(Exception):
     pass
 
 
+class ValidationError(ValueError):
+    """Has the interface of pydantic's ValidationError."""
+
+    title = "SchedulerConfig"
+
+    def __init__(self, *entries: tuple[tuple[str, ...], str, object]) -> None:
+        super().__init__(f"{len(entries)} validation errors\nFor further information visit https://errors.example")
+        self.entries = entries
+
+    def errors(self) -> list[dict[str, Any]]:
+        return [{"loc": loc, "msg": msg, "input": given} for loc, msg, given in self.entries]
+
+
 class UsageContext(StrEnum):
     OPENAI_API_SERVER = "OPENAI_API_SERVER"
     ENGINE_CONTEXT = "ENGINE_CONTEXT"
