@@ -104,7 +104,7 @@ def test_max_tokens_stop_tokens_and_context_limit() -> None:
 
 def test_logprobs() -> None:
     async def test(made: WorkerEngine) -> None:
-        request = GenerationRequest(prompts=("abc",), echo=True, logprobs=Logprobs(2, prompt=True), max_tokens=2)
+        request = GenerationRequest(prompts=("abc",), echo=True, logprobs=Logprobs(2, prompt=2), max_tokens=2)
         started, first, *_ = await events(made, request)
         assert isinstance(started, Started)
         assert isinstance(first, TextDelta)

@@ -138,7 +138,7 @@ def test_logprobs_of_prompt_and_reply(served: Served) -> None:
         request = GenerationRequest(
             prompts=("The capital of France is",),
             sampling=GREEDY,
-            logprobs=Logprobs(3, prompt=True),
+            logprobs=Logprobs(3, prompt=3),
             echo=True,
             max_tokens=3,
         )

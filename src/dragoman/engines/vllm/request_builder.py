@@ -21,7 +21,7 @@ import msgspec
 
 from dragoman.core.embeddings import Input, map_inputs
 from dragoman.core.features import Feature
-from dragoman.core.request import GenerationRequest, Sampling
+from dragoman.core.request import GenerationRequest, Logprobs, Sampling
 from dragoman.engines.prompt_reader import PromptTokens, read_embedding_input
 from dragoman.engines.token_engine import RequestBuilder
 from dragoman.engines.vllm.generation import VllmGeneration, VllmReplySettings
@@ -98,14 +98,15 @@ class VllmRequestBuilder(RequestBuilder[VllmGeneration]):
         has_captures = shape is not None and bool(shape.checks or shape.calls)
         guide = constrained.guide if constrained is not None and has_captures else None
         ignores_budget = shape is not None and budget is not None and request.thinking.budget_tokens and not head
-        logprobs = request.logprobs
+        logprobs = request.logprobs or Logprobs(top=None)
         settings = VllmReplySettings(
             prompt=prompt.tokens,
             limit=limit,
             head=head,
-            top=None if logprobs is None else logprobs.top,
-            prompt_top=None if logprobs is None or not logprobs.prompt else logprobs.top,
+            top=logprobs.top,
+            prompt_top=logprobs.prompt,
             prompt_text=self.prompt_text(request),
+            shows_prompt=request.delivery.token_ids,
             guide=guide,
             checks=() if shape is None else shape.checks,
             calls=shape is not None and shape.calls,

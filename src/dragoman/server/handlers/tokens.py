@@ -26,6 +26,11 @@ async def render(app: App, exchange: HttpExchange) -> None:
     await exchange.response.send_json(wire_tokens.encode_prompt(model, shown.text, shown.tokens, shown.format))
 
 
+async def chat_count(app: App, exchange: HttpExchange) -> None:
+    decoded = await exchange.read_body(app.settings.limits, PROTOCOLS["chat"].decode)
+    await exchange.response.send_json(messages.encode_count(await count_prompt(app, exchange, decoded)))
+
+
 async def messages_count(app: App, exchange: HttpExchange) -> None:
     decoded = await exchange.read_body(app.settings.limits, messages.decode_count)
     await exchange.response.send_json(messages.encode_count(await count_prompt(app, exchange, decoded)))
