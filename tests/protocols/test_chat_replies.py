@@ -224,7 +224,7 @@ def test_usage_and_timings_in_every_chunk() -> None:
 def test_running_usage_of_several_choices_counts_the_prompt_once() -> None:
     delivery = Delivery(stream=True, usage=True, running_usage=True)
     request = msgspec.structs.replace(REQUEST, choices=2, delivery=delivery)
-    *chunks, _, _ = frames("chat", request, *((choice, [Started(3), TextDelta("a")]) for choice in (0, 1)))
+    *chunks, _, _ = frames("chat", request, (0, [Started(3), TextDelta("a")]), (1, [Started(3), TextDelta("a")]))
     assert [chunk["usage"]["total_tokens"] for chunk in chunks] == [3, 4, 4, 5]
 
 

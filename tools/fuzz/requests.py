@@ -35,6 +35,7 @@ ROUTES: tuple[tuple[str, Callable[[Random], dict[str, Any]], int], ...] = (
     ("/v1/messages/count_tokens", bodies.message, 3),
     ("/v1/responses/input_tokens", bodies.response, 2),
     ("/v1/chat/completions/render", bodies.chat, 2),
+    ("/v1/chat/completions/input_tokens", bodies.chat, 2),
     ("/tokenize", bodies.tokens, 2),
     ("/detokenize", bodies.token_ids, 2),
 )

@@ -32,7 +32,7 @@ from dragoman.core.events import (
 )
 from dragoman.core.fair_semaphore import FairSemaphore
 from dragoman.core.request import GenerationRequest
-from dragoman.engines.prompt_reader import PromptReader, PromptTokens, Vocabulary, detokenize, tokenize
+from dragoman.engines.prompt_reader import PromptReader, PromptTokens, Vocabulary, detokenize, token_texts, tokenize
 from dragoman.engines.reply_limits import RepeatedCallDetector, ThinkingBudget
 from dragoman.grammar.constraints import CompiledConstraint
 from dragoman.grammar.masks import Guide
@@ -152,6 +152,12 @@ class TokenEngine(Engine):
 
     async def tokenize(self, text: str, special: bool) -> Sequence[int]:
         return await self.run_in_pool(tokenize, self.require_vocabulary(), text, special, pool=self.query_pool)
+
+    async def tokenize_text(self, text: str, special: bool) -> Sequence[int]:
+        return await self.run_in_pool(tokenize, self.require_vocabulary(), text, special, True, pool=self.query_pool)
+
+    async def token_texts(self, tokens: Sequence[int]) -> Sequence[bytes]:
+        return await self.run_in_pool(token_texts, self.require_vocabulary(), tokens, pool=self.query_pool)
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         return await self.run_in_pool(detokenize, self.require_vocabulary(), tokens, pool=self.query_pool)

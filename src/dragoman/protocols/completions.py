@@ -155,18 +155,18 @@ class CompletionEncoder(openai.StreamEncoder):
 
     def _frame(self, choice: int, event: Event) -> bytes:
         entry = self._text(choice, "")
+        if self._delivery.token_ids:
+            entry |= _token_ids(getattr(event, "tokens", ()))
         if isinstance(event, TextDelta):
             if not event.text and not event.tokens:
                 return b""
             entry |= {"text": event.text, "logprobs": self._encode_logprobs(choice, event.logprobs)}
-            if self._delivery.token_ids:
-                entry |= _token_ids(event.tokens)
         elif isinstance(event, Started) and (self._request.echo or self._delivery.token_ids):
             if self._request.echo:
                 entry["text"] = _prompt_text(self._request, choice, event)
                 entry["logprobs"] = self._encode_logprobs(choice, event.prompt_logprobs)
             if self._delivery.token_ids:
-                entry |= {**_token_ids(()), "prompt_token_ids": event.prompt_ids}
+                entry["prompt_token_ids"] = event.prompt_ids
         elif isinstance(event, Finished):
             self._usages.append(event.usage or Usage())
             entry["finish_reason"] = event.reason

@@ -102,7 +102,10 @@ OTHER_FIELDS = tools.FIELDS | response_format.FIELDS | thinking.FIELDS
 
 
 def decode(body: bytes) -> GenerationRequest:
-    parsed = json_body.parse(body)
+    return decode_fields(json_body.parse(body))
+
+
+def decode_fields(parsed: dict[str, Any]) -> GenerationRequest:
     fields = json_body.convert(parsed, ChatFields)
     if not fields.messages:
         raise BadRequest("messages: at least one message is needed", param="messages")
