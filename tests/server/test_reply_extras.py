@@ -1,10 +1,12 @@
 """Fields of replies that vLLM and llama.cpp's server add to OpenAI's, with a real model."""
 
+import re
 from typing import Any
 
+import openai
 import pytest
 
-from tests.support.sdk import Asking
+from tests.support.sdk import Asking, content
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -99,3 +101,16 @@ def test_system_fingerprint(smol: Asking) -> None:
     assert fingerprint.startswith("dragoman-")
     assert {chunk.system_fingerprint for chunk in smol.stream("Hello")} == {fingerprint}
     assert smol.complete("Hello").system_fingerprint == fingerprint
+
+
+GBNF = 'root ::= "<" [a-c]{2} ("," root)? ">"'
+
+
+@pytest.mark.parametrize("field", ["grammar", "guided_grammar"])
+def test_grammar_in_gbnf(smol: Asking, field: str) -> None:
+    text = content(smol.chat("Write.", extra_body={field: GBNF}))
+    assert re.match(r"(<[a-c]{2},)*<[a-c]{2}>*", text)
+    with pytest.raises(openai.BadRequestError) as raised:
+        smol.chat("Write.", extra_body={field: "root ::= other"})
+    assert (raised.value.param, raised.value.code) == (field, "invalid_schema")
+    assert "rule 'other' is not defined" in raised.value.message

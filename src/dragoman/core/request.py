@@ -122,7 +122,7 @@ class Regex(msgspec.Struct, frozen=True, tag="regex"):
 
 
 class Grammar(msgspec.Struct, frozen=True, tag="grammar"):
-    """A context-free grammar in Lark's notation."""
+    """A context-free grammar in Lark's notation, or in GBNF, that of llama.cpp."""
 
     text: str
 

@@ -33,6 +33,8 @@ from dragoman.grammar.call_grammar import (
     opener_text,
     section_openers,
 )
+from dragoman.grammar.gbnf import is_gbnf
+from dragoman.grammar.gbnf_lark import gbnf_to_lark
 from dragoman.grammar.lark import ANY_TEXT, GAP, RuleSet, escape_regex, one_of, quote
 from dragoman.grammar.schema import json_directive, prepare_schema
 from dragoman.grammar.schema_check import SchemaCheck
@@ -145,9 +147,11 @@ class _ReplyGrammarBuilder:
         param = constraint_param(self.request)
         if isinstance(constraint, OneOf):
             return self._choices(constraint, param)
-        text = constraint.text if isinstance(constraint, Grammar) else _regex_grammar(constraint, param)
-        if isinstance(constraint, Grammar):
-            _check_grammar(text, param)
+        text = (
+            _caller_grammar(constraint.text, param)
+            if isinstance(constraint, Grammar)
+            else _regex_grammar(constraint, param)
+        )
         self.subgrammars.append({"name": "answer", "lark_grammar": text})
         return "@answer"
 
@@ -345,10 +349,11 @@ def _regex_grammar(constraint: Regex, param: str) -> str:
     return f"start: /{regex_to_lark(constraint.pattern, '')}/"
 
 
-def _check_grammar(text: str, param: str) -> None:
+def _caller_grammar(text: str, param: str) -> str:
     if len(text) > MAX_GRAMMAR:
         raise InvalidSchema(
             f"{param}: the grammar has {len(text)} characters; at most {MAX_GRAMMAR} are allowed", param=param
         )
     if max_repeat_count(text) > MAX_REPEATS:
         raise InvalidSchema(f"{param}: the grammar has more than {MAX_REPEATS} repetitions", param=param)
+    return gbnf_to_lark(text, param) if is_gbnf(text) else text
