@@ -11,7 +11,7 @@ from dragoman.core.errors import InvalidSchema
 from dragoman.core.request import GenerationRequest, Grammar
 from dragoman.formats import FORMATS
 from dragoman.grammar import gbnf
-from dragoman.grammar.gbnf import Chars, Choices, Node, RuleRef, Sequence
+from dragoman.grammar.gbnf import Alternatives, Chars, Concatenation, Node, RuleRef
 from dragoman.grammar.gbnf_lark import gbnf_to_lark
 from dragoman.grammar.reply_grammar import build_reply_grammar
 from tests.grammar.matching import accepts, grammar_model, matcher, tokens
@@ -61,9 +61,9 @@ class Reference:
             return {at + 1} if any(low <= code <= high for low, high in node.ranges) else set()
         if isinstance(node, RuleRef):
             return set(self.found[node.name, at])
-        if isinstance(node, Choices):
+        if isinstance(node, Alternatives):
             return set().union(*(self.ends(option, at) for option in node.options))
-        if isinstance(node, Sequence):
+        if isinstance(node, Concatenation):
             current = {at}
             for item in node.items:
                 current = set().union(*(self.ends(item, start) for start in current))

@@ -50,12 +50,12 @@ class RuleRef:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class Concatenation:
     items: tuple["Node", ...]
 
 
 @dataclass(frozen=True)
-class Choices:
+class Alternatives:
     options: tuple["Node", ...]
 
 
@@ -66,7 +66,7 @@ class Repeated:
     most: int | None
 
 
-Node = Chars | RuleRef | Sequence | Choices | Repeated
+Node = Chars | RuleRef | Concatenation | Alternatives | Repeated
 
 
 def is_gbnf(text: str) -> bool:
@@ -155,7 +155,7 @@ class _Parser:
         while self._tokens[self._at] == ("mark", "|"):
             self._at += 1
             options.append(self._sequence(depth))
-        return options[0] if len(options) == 1 else Choices(tuple(options))
+        return options[0] if len(options) == 1 else Alternatives(tuple(options))
 
     def _sequence(self, depth: int) -> Node:
         items: list[Node] = []
@@ -163,7 +163,7 @@ class _Parser:
             kind, text = self._tokens[self._at]
             is_rule = kind == "name" and self._tokens[self._at + 1][0] == "define"
             if is_rule or kind == "end" or text in ("|", ")"):
-                return items[0] if len(items) == 1 else Sequence(tuple(items))
+                return items[0] if len(items) == 1 else Concatenation(tuple(items))
             self._at += 1
             if kind == "repeat" and items:
                 items[-1] = self._repeated(items[-1], text)
@@ -174,7 +174,7 @@ class _Parser:
         if kind == "name":
             return RuleRef(text)
         if kind == "text":
-            return Sequence(tuple([Chars(((code, code),)) for code, _ in self._characters(text[1:-1])]))
+            return Concatenation(tuple([Chars(((code, code),)) for code, _ in self._characters(text[1:-1])]))
         if kind == "chars":
             return self._class(text[1:-1])
         if text == ".":

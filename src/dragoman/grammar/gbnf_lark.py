@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 from dragoman.grammar.gbnf import (
     ROOT,
+    Alternatives,
     Chars,
-    Choices,
+    Concatenation,
     Node,
     Ranges,
     Repeated,
     RuleRef,
-    Sequence,
     overlap,
     parse,
     union,
@@ -70,7 +70,9 @@ def _chain(before: _Regular, after: _Regular) -> _Regular:
 
 def _choose(options: list[_Regular]) -> _Regular:
     nullable = any(option.nullable for option in options)
-    first = more = rest = ()
+    first: Ranges = ()
+    more: Ranges = ()
+    rest: Ranges = ()
     is_clear = True
     for option in options:
         is_clear = is_clear and not overlap(first, option.first)
@@ -96,7 +98,7 @@ def _references(node: Node) -> set[str]:
         return {node.name}
     if isinstance(node, Repeated):
         return _references(node.item)
-    inner = node.items if isinstance(node, Sequence) else node.options if isinstance(node, Choices) else ()
+    inner = node.items if isinstance(node, Concatenation) else node.options if isinstance(node, Alternatives) else ()
     return set().union(*map(_references, inner))
 
 
@@ -187,7 +189,7 @@ class _LexemeWriter(_LarkWriter):
             return _Regular(nullable=False, first=node.ranges, more=(), rest=())
         if isinstance(node, RuleRef):
             return self.known[node.name]
-        if isinstance(node, Choices):
+        if isinstance(node, Alternatives):
             return _choose([self._regular(option) for option in node.options])
         if isinstance(node, Repeated):
             return _repeat(self._regular(node.item), node.least, node.most)
@@ -198,7 +200,7 @@ class _LexemeWriter(_LarkWriter):
 
     def _split(self, node: Node) -> Node:
         """Group the parts without recursion, so that each of them becomes one lexeme."""
-        if isinstance(node, Sequence):
+        if isinstance(node, Concatenation):
             groups: list[list[Node]] = []
             for item in node.items:
                 joins = groups and self._is_regular(item) and self._is_regular(groups[-1][-1])
@@ -206,16 +208,16 @@ class _LexemeWriter(_LarkWriter):
                     groups[-1].append(item)
                 else:
                     groups.append([item])
-            return Sequence(tuple([self._split_one(group) for group in groups]))
-        if isinstance(node, Choices):
+            return Concatenation(tuple([self._split_one(group) for group in groups]))
+        if isinstance(node, Alternatives):
             regular = [option for option in node.options if self._is_regular(option)]
             others = [self._split(option) for option in node.options if not self._is_regular(option)]
-            return Choices((*([Choices(tuple(regular))] if regular else []), *others))
+            return Alternatives((*([Alternatives(tuple(regular))] if regular else []), *others))
         return Repeated(self._split(node.item), node.least, node.most) if isinstance(node, Repeated) else node
 
     def _split_one(self, group: list[Node]) -> Node:
         if self._is_regular(group[0]):
-            return group[0] if len(group) == 1 else Sequence(tuple(group))
+            return group[0] if len(group) == 1 else Concatenation(tuple(group))
         return self._split(group[0])
 
     def _prove(self, bodies: Mapping[str, Node]) -> None:
@@ -240,8 +242,10 @@ class _LexemeWriter(_LarkWriter):
         if isinstance(node, Repeated):
             nullable, first = self._begin(node.item)
             return nullable or node.least == 0, first
-        parts = node.items if isinstance(node, Sequence) else node.options if isinstance(node, Choices) else ()
-        is_choice = isinstance(node, Choices)
+        parts = (
+            node.items if isinstance(node, Concatenation) else node.options if isinstance(node, Alternatives) else ()
+        )
+        is_choice = isinstance(node, Alternatives)
         nullable, first = not is_choice, ()
         for part in parts:
             part_nullable, part_first = self._begin(part)
@@ -261,14 +265,14 @@ class _LexemeWriter(_LarkWriter):
             nullable, first = self._begin(node.item)
             self._require(not final or not (nullable or overlap(first, follow)))
             self._check(node.item, union(follow, first) if node.most != 1 else follow, final=final)
-        elif isinstance(node, Choices):
+        elif isinstance(node, Alternatives):
             taken = follow if self._begin(node)[0] else ()
             for option in node.options:
                 first = self._begin(option)[1]
                 self._require(not final or not overlap(taken, first))
                 taken = union(taken, first)
                 self._check(option, follow, final=final)
-        elif isinstance(node, Sequence):
+        elif isinstance(node, Concatenation):
             for item in reversed(node.items):
                 self._check(item, follow, final=final)
                 nullable, first = self._begin(item)
@@ -291,15 +295,15 @@ class _LexemeWriter(_LarkWriter):
     def _terminal(self, node: Node) -> str:
         if isinstance(node, RuleRef):
             return self._terminal_name(node.name)
-        if isinstance(node, Sequence) and node.items and all(map(_is_letter, node.items)):
+        if isinstance(node, Concatenation) and node.items and all(map(_is_letter, node.items)):
             return quote("".join([chr(item.ranges[0][0]) for item in node.items if isinstance(item, Chars)]))
         return self.node(node) if isinstance(node, Chars) else _compose(node, self._terminal)
 
 
-def _compose(node: Sequence | Choices | Repeated, write: Callable[[Node], str]) -> str:
-    if isinstance(node, Sequence):
+def _compose(node: Concatenation | Alternatives | Repeated, write: Callable[[Node], str]) -> str:
+    if isinstance(node, Concatenation):
         return f"({' '.join(map(write, node.items))})" if node.items else '""'
-    if isinstance(node, Choices):
+    if isinstance(node, Alternatives):
         return one_of([write(option) for option in node.options])
     most = "" if node.most is None else node.most
     return f"({write(node.item)}){{{node.least},{most}}}" if node.most != 0 else '""'
