@@ -301,7 +301,7 @@ def test_prefix_cache_isolation_between_principals(isolate: bool) -> None:
 
 def test_pooling_model_embeds() -> None:
     async def test(made: WorkerEngine) -> None:
-        assert made.supports() == {"embeddings", "tokenize"}
+        assert made.supports() == {"embeddings", "tokenize", "add_special", "token_texts"}
         first, same, other = await made.embed(["abba", "abba", (100, 101)])
         assert first.cosine_similarity(same) == pytest.approx(1)
         assert first.cosine_similarity(other) < 0.99

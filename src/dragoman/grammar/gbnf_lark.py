@@ -85,11 +85,13 @@ def _repeat(item: _Regular, least: int, most: int | None) -> _Regular:
     if most == 0:
         return EMPTY
     nullable = item.nullable or least == 0
-    loops = most != 1
-    rest = union(item.rest, item.first) if loops else item.rest
-    is_clear = not loops or not overlap(item.more, item.first)
-    more = (union(item.more, item.first) if least != most else item.more) if is_clear else rest
-    more = more if loops or not is_clear else item.more
+    rest = item.rest if most == 1 else union(item.rest, item.first)
+    if most == 1:
+        more = item.more
+    elif overlap(item.more, item.first):
+        more = rest
+    else:
+        more = item.more if least == most else union(item.more, item.first)
     return _Regular(nullable, item.first, union(more, item.first) if nullable else more, rest)
 
 
