@@ -44,7 +44,17 @@ UNSUPPORTED = frozenset({"/tokenize", "/detokenize", "/v1/chat/completions/rende
 STREAMED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 VECTORS = frozenset({"/v1/embeddings", "/v1/rerank"})
 GETS = (
-    *("/", "/health", "/ready", "/v1/models", "/v1/models/echo", "/v1/models/org%2Fnested", "/v1/models/org/nested"),
+    *(
+        "/",
+        "/health",
+        "/ping",
+        "/version",
+        "/ready",
+        "/v1/models",
+        "/v1/models/echo",
+        "/v1/models/org%2Fnested",
+        "/v1/models/org/nested",
+    ),
     *(
         "/metrics",
         "/stats",
