@@ -104,7 +104,7 @@ async def test_configured_context_limits_the_input(minilm: LlamaEngine) -> None:
 
 
 async def test_embedding_model_does_not_generate(minilm: LlamaEngine) -> None:
-    assert minilm.supports() == {"embeddings", "tokenize"}
+    assert minilm.supports() == {"embeddings", "tokenize", "add_special", "token_texts"}
     text = await minilm.detokenize(await minilm.tokenize("Hello world", False))
     assert text.strip() == "hello world"
     with pytest.raises(NotSupported):

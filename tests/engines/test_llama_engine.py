@@ -111,7 +111,7 @@ async def test_logprobs_do_not_depend_on_sampling_or_constraints(engine: LlamaEn
 async def test_prompt_logprobs_match_generated_logprobs(engine: LlamaEngine) -> None:
     written = await collect(engine, completion(max_tokens=80, logprobs=Logprobs(), ignore_eos=True))
     prompt = tuple(await engine.tokenize(FRANCE, special=False)) + written.tokens
-    request = completion(prompt, max_tokens=0, echo=True, logprobs=Logprobs(top=2, prompt=True))
+    request = completion(prompt, max_tokens=0, echo=True, logprobs=Logprobs(top=2, prompt=2))
     read = (await collect(engine, request)).started
     assert read.prompt_text == FRANCE + written.text
     assert tuple(logprob.token for logprob in read.prompt_logprobs) == prompt
@@ -203,7 +203,7 @@ async def test_prompt_that_fills_the_context(engine: LlamaEngine) -> None:
     with pytest.raises(NoRoomForReply, match=message) as caught:
         await collect(engine, completion(full))
     assert (caught.value.tokens, caught.value.limit) == (256, 255)
-    for fields in ({}, {"echo": True, "logprobs": Logprobs(top=1, prompt=True)}):
+    for fields in ({}, {"echo": True, "logprobs": Logprobs(top=1, prompt=1)}):
         answer = await collect(engine, completion(full, max_tokens=0, **fields))
         assert answer.finished == Finished("length", usage=Usage(prompt=256, completion=0))
     with pytest.raises(ContextTooLong, match=r"but the prompt has 257$"):

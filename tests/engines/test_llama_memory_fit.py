@@ -100,7 +100,7 @@ async def test_logprobs_are_close_for_all_kv_types(model_path: Path) -> None:
     found: list[list[float]] = []
     for kv in ("f16", "q8_0"):
         async with running_engine(model_path, slots=1, context=256, kv=kv) as engine:
-            request = completion(SEA, max_tokens=8, ignore_eos=True, logprobs=Logprobs(prompt=True))
+            request = completion(SEA, max_tokens=8, ignore_eos=True, logprobs=Logprobs(prompt=0))
             answer = await collect(engine, request)
             found.append([logprob.logprob or 0.0 for logprob in answer.started.prompt_logprobs])
             assert (await collect(engine, completion())).text.startswith(" Paris")

@@ -137,7 +137,7 @@ async def test_isolated_principals_share_no_prefixes(engine: LlamaEngine) -> Non
 @pytest.mark.engine_options(context=256)
 async def test_prompt_logprobs_disable_reuse(engine: LlamaEngine) -> None:
     await collect(engine, short_reply(SEA))
-    read = await collect(engine, completion(SEA, max_tokens=1, logprobs=Logprobs(prompt=True)))
+    read = await collect(engine, completion(SEA, max_tokens=1, logprobs=Logprobs(prompt=0)))
     assert read.started.cached_tokens == 0
     assert len(read.started.prompt_logprobs) == read.started.prompt_tokens
 

@@ -105,7 +105,7 @@ async def test_max_tokens_stop_tokens_and_context_limit() -> None:
 
 
 async def test_logprobs(engine: WorkerEngine) -> None:
-    request = GenerationRequest(prompts=("abc",), echo=True, logprobs=Logprobs(2, prompt=True), max_tokens=2)
+    request = GenerationRequest(prompts=("abc",), echo=True, logprobs=Logprobs(2, prompt=2), max_tokens=2)
     reply = await collect(engine, request)
     assert reply.started.prompt_text == "abc"
     prompt = [(entry.text, entry.logprob) for entry in reply.started.prompt_logprobs]
@@ -255,7 +255,7 @@ async def test_prefix_cache_isolation_between_principals(isolate: bool) -> None:
 
 async def test_pooling_model_embeds() -> None:
     async with start_engine(args={"runner": "pooling"}) as engine:
-        assert engine.supports() == {"embeddings", "tokenize"}
+        assert engine.supports() == {"embeddings", "tokenize", "add_special", "token_texts"}
         first, same, other = await engine.embed(["abba", "abba", (100, 101)])
         assert first.cosine_similarity(same) == pytest.approx(1)
         assert first.cosine_similarity(other) < 0.99

@@ -108,7 +108,7 @@ async def test_logprobs_of_prompt_and_reply(engine: WorkerEngine) -> None:
     text = "The capital of France is"
     reply = await collect(
         engine,
-        GenerationRequest(prompts=(text,), sampling=GREEDY, logprobs=Logprobs(3, prompt=True), echo=True, max_tokens=3),
+        GenerationRequest(prompts=(text,), sampling=GREEDY, logprobs=Logprobs(3, prompt=3), echo=True, max_tokens=3),
     )
     first, *others = reply.started.prompt_logprobs
     assert b"".join(entry.text for entry in (first, *others)).decode() == text

@@ -244,24 +244,26 @@ def token(text: str, number: int) -> TextDelta:
     return TextDelta(text, 1, (number,), (TokenLogprob(number, text.encode(), -1.0),))
 
 
-def test_token_ids_go_with_text_and_reasoning_only() -> None:
+def test_token_ids_go_with_the_count() -> None:
     texts = ["<think>", "a", "b", "</think>", "c", "d ", "<tool_call>"]
     texts += ['{"name": "now", "arguments": ', "{}", "}", "</tool_call>", "e"]
     events = started()([*(token(text, i) for i, text in enumerate(texts)), Finished()])
     assert count_tokens(events) == len(texts)
-    for kind, numbers in ((ReasoningDelta, [1, 2]), (TextDelta, [4, 5, 11])):
+    expected = ((ReasoningDelta, [0, 1, 2], [1, 2]), (TextDelta, [3, 4, 5, 9, 10, 11], [4, 5, 11]))
+    for kind, numbers, with_logprobs in expected:
         deltas = [event for event in events if isinstance(event, kind)]
         assert [number for delta in deltas for number in delta.tokens] == numbers
-        assert [entry.token for delta in deltas for entry in delta.logprobs] == numbers
+        assert [entry.token for delta in deltas for entry in delta.logprobs] == with_logprobs
+    assert all(len(event.tokens) == event.count for event in events if isinstance(event, TextDelta | ToolCallDelta))
 
 
 @settings(max_examples=30, deadline=None)
 @given(cuts=cuttings())
-def test_token_ids_are_ordered_and_unique(cuts: list[int]) -> None:
-    pieces = cut("<think>why</think>The answer\n<table> is plain.", cuts)
+def test_every_token_id_is_delivered_once_and_in_order(cuts: list[int]) -> None:
+    pieces = cut(f"<think>why</think>The answer\n<table> is plain.\n{NOW}", cuts)
     events = run([*(token(piece, i) for i, piece in enumerate(pieces)), Finished()], started())
-    numbers = [number for event in events if isinstance(event, TextDelta | ReasoningDelta) for number in event.tokens]
-    assert numbers == sorted(set(numbers))
+    deltas = [event for event in events if isinstance(event, TextDelta | ReasoningDelta | ToolCallDelta)]
+    assert [number for delta in deltas for number in delta.tokens] == [*range(len(pieces))]
     assert count_tokens(events) == len(pieces)
 
 

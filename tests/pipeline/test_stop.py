@@ -112,7 +112,7 @@ def test_tokens_are_counted_with_their_text() -> None:
     out = stage([delta("a", 1), delta("bST", 2), delta("OP", 3)])
     tokens = [token for event in out if isinstance(event, TextDelta) for token in event.tokens]
     assert outcome(out) == ("ab", "STOP")
-    assert tokens == [1, 2]  # the removed token has no id but counts
+    assert tokens == [1, 2, 3]  # the removed token counts too
     assert sum(event.count for event in out if isinstance(event, TextDelta)) == 3
 
 

@@ -76,6 +76,25 @@ def test_requested_features_have_their_path() -> None:
     assert features(request) == expected
 
 
+@pytest.mark.parametrize("none", [None, -1])
+def test_no_limit_of_the_reply(none: int | None) -> None:
+    assert decode(max_tokens=none).max_tokens is None
+    assert decode(max_completion_tokens=none, max_tokens=5).max_tokens == 5
+    assert wire.decode("completions", prompt="a", max_tokens=none).max_tokens is None
+
+
+def test_fields_of_other_servers() -> None:
+    request = decode(return_token_ids=True, timings_per_token=True, prompt_logprobs=2)
+    assert request.logprobs == Logprobs(None, prompt=2)
+    assert request.delivery == Delivery(token_ids=True, timings=True)
+    assert features(request) == {("token_ids", "return_token_ids"), ("prompt_logprobs", "prompt_logprobs")}
+    assert features(decode(return_token_ids=False, timings_per_token=False)) == set()
+    both = decode(logprobs=True, top_logprobs=1, prompt_logprobs=0)
+    assert both.logprobs == Logprobs(1, prompt=0)
+    running = decode(stream=True, stream_options={"continuous_usage_stats": True})
+    assert running.delivery == Delivery(stream=True, usage=True, running_usage=True)
+
+
 TEXT = {"type": "text", "text": "a"}
 CALL: dict[str, Any] = {"function": {}}
 INVALID = [
@@ -87,7 +106,9 @@ INVALID = [
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages[0].tool_calls[0].function.name"),
     *invalid("n", "n", 0, 1.5, True),
-    *invalid("max_tokens", "max_tokens", 0, -1),
+    *invalid("max_tokens", "max_tokens", 0, -2),
+    *invalid("max_completion_tokens", "max_completion_tokens", 0, -2),
+    *invalid("prompt_logprobs", "prompt_logprobs", -1, 21, True),
     *invalid("temperature", "temperature", -0.1, "hot"),
     ({"top_p": 1.1}, "top_p"),
     ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),

@@ -19,6 +19,7 @@ from dragoman.core.events import (
 )
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked, Delivery, GenerationRequest, Logprobs
+from dragoman.core.version import __version__
 from tests.protocols.wire import collected, encode_reply, encoder, frames
 
 REQUEST = GenerationRequest(id="chatcmpl-1", model="m")
@@ -26,7 +27,13 @@ LEGACY = GenerationRequest(
     id="chatcmpl-1", model="m", asked=(Asked(Feature.CHAT, "messages"), Asked(Feature.TOOLS, "functions"))
 )
 MESSAGE = {"role": "assistant", "refusal": None}
-HEADER = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 0, "model": "m"}
+HEADER = {
+    "id": "chatcmpl-1",
+    "object": "chat.completion.chunk",
+    "created": 0,
+    "model": "m",
+    "system_fingerprint": f"dragoman-{__version__}",
+}
 
 
 def chunk(delta: dict[str, Any], index: int = 0, logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
@@ -168,3 +175,66 @@ def test_texts_around_a_call_are_separated() -> None:
     assert whole(REQUEST, events) == {"index": 0, "message": message, "logprobs": None, "finish_reason": "tool_calls"}
     deltas = [frame["choices"][0]["delta"] for frame in frames("chat", REQUEST, (0, events))[:-1]]
     assert "".join(delta.get("content", "") for delta in deltas) == "a\n\nb"
+
+
+LIKELY = TokenLogprob(2, b"b", -1.5, (TokenLogprob(3, b" x", -0.25),))
+EVENTS: list[Event] = [
+    Started(3, 1, (TokenLogprob(1, b"a", None), LIKELY), prompt_ids=(1, 2, 3), seconds=0.5),
+    ReasoningDelta("why", 2, (4, 5)),
+    TextDelta("", tokens=(6,)),
+    TextDelta("yes", tokens=(7,)),
+    ToolCallStart("c", "f"),
+    ToolCallDelta("{}", 2, (8, 9)),
+    Finished("tool_calls", usage=Usage(3, 6, cached=1, reasoning=2), seconds=2.0),
+]
+
+
+def test_token_ids() -> None:
+    request = msgspec.structs.replace(REQUEST, delivery=Delivery(stream=True, token_ids=True))
+    first, *others, _ = frames("chat", request, (0, EVENTS))
+    assert first["prompt_token_ids"] == [1, 2, 3]
+    assert all("prompt_token_ids" not in chunk for chunk in others)
+    streamed = [chunk["choices"][0]["token_ids"] for chunk in (first, *others)]
+    assert streamed == [[], [4, 5], [6], [7], [], [8, 9], []]
+    reply = json.loads(encode_reply("chat", request, collected(EVENTS)))
+    assert (reply["prompt_token_ids"], reply["choices"][0]["token_ids"]) == ([1, 2, 3], [4, 5, 6, 7, 8, 9])
+
+
+def test_usage_and_timings_in_every_chunk() -> None:
+    delivery = Delivery(stream=True, usage=True, running_usage=True, timings=True)
+    request = msgspec.structs.replace(REQUEST, delivery=delivery)
+    *chunks, last, _ = frames("chat", request, (0, EVENTS))
+    usages = [(chunk["usage"]["prompt_tokens"], chunk["usage"]["completion_tokens"]) for chunk in chunks]
+    assert usages == [(3, 0), (3, 2), (3, 4), (3, 4), (3, 6), (3, 6)]
+    assert "timings" not in last
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 6)
+    timings = chunks[-1]["timings"]
+    assert {name: timings[name] for name in ("cache_n", "prompt_n", "prompt_ms", "prompt_per_second")} == {
+        "cache_n": 1,
+        "prompt_n": 2,
+        "prompt_ms": 500,
+        "prompt_per_second": 4,
+    }
+    expected = {"predicted_n": 6, "predicted_ms": 2000, "predicted_per_second": 3, "predicted_per_token_ms": 333.333}
+    assert timings | expected == timings
+    reply = json.loads(encode_reply("chat", request, collected(EVENTS)))
+    assert reply["timings"] == timings
+
+
+def test_running_usage_of_several_choices_counts_the_prompt_once() -> None:
+    delivery = Delivery(stream=True, usage=True, running_usage=True)
+    request = msgspec.structs.replace(REQUEST, choices=2, delivery=delivery)
+    *chunks, _, _ = frames("chat", request, (0, [Started(3), TextDelta("a")]), (1, [Started(3), TextDelta("a")]))
+    assert [chunk["usage"]["total_tokens"] for chunk in chunks] == [3, 4, 4, 5]
+
+
+def test_prompt_logprobs() -> None:
+    request = msgspec.structs.replace(REQUEST, logprobs=Logprobs(None, prompt=1))
+    likely = {"logprob": -0.25, "rank": 1, "decoded_token": " x"}
+    expected = [None, {"2": {"logprob": -1.5, "rank": None, "decoded_token": "b"}, "3": likely}]
+    reply = json.loads(encode_reply("chat", request, collected(EVENTS)))
+    assert reply["prompt_logprobs"] == expected
+    assert reply["choices"][0]["logprobs"] is None
+    first, *others, _ = frames("chat", request, (0, EVENTS))
+    assert first["prompt_logprobs"] == expected
+    assert all("prompt_logprobs" not in chunk for chunk in others)

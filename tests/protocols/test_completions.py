@@ -47,7 +47,7 @@ def test_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
 
 def test_requested_features() -> None:
     request = decode(echo=True, max_tokens=0, logprobs=2, suffix="end", best_of=3, n=2, return_token_ids=True)
-    assert request.logprobs == Logprobs(2, prompt=True)
+    assert request.logprobs == Logprobs(2, prompt=2)
     assert (request.echo, request.max_tokens, request.choices, request.best_of) == (True, 0, 2, 3)
     assert {(entry.feature, entry.param) for entry in request.asked} == {
         ("completion", "prompt"),
@@ -61,7 +61,7 @@ def test_requested_features() -> None:
 
 
 REQUEST = GenerationRequest(id="cmpl-1", model="m", prompts=("Hello",))
-STARTED = Started(1, prompt_logprobs=(TokenLogprob(1, b"Hello", None),))
+STARTED = Started(1, prompt_logprobs=(TokenLogprob(1, b"Hello", None),), prompt_ids=(1,))
 WORLD = TokenLogprob(2, b" world", -0.5, (TokenLogprob(2, b" world", -0.5), TokenLogprob(3, b" moon", -1.5)))
 
 
@@ -75,12 +75,13 @@ def test_stream_frames() -> None:
 
 def test_echo_with_logprobs_and_token_ids() -> None:
     delivery = Delivery(stream=True, usage=True, token_ids=True)
-    request = msgspec.structs.replace(REQUEST, echo=True, logprobs=Logprobs(2, prompt=True), delivery=delivery)
+    request = msgspec.structs.replace(REQUEST, echo=True, logprobs=Logprobs(2, prompt=2), delivery=delivery)
     events: list[Event] = [STARTED, TextDelta(" world", tokens=(2,), logprobs=(WORLD,)), Finished(usage=Usage(1, 1))]
     prompt, text, end, usage, _ = frames("completions", request, (0, events))
     logprobs = {"tokens": ["Hello"], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
     assert (prompt["choices"][0]["text"], prompt["choices"][0]["logprobs"]) == ("Hello", logprobs)
-    assert text["choices"][0]["ids"] == [2]
+    assert text["choices"][0]["ids"] == text["choices"][0]["token_ids"] == [2]
+    assert prompt["choices"][0]["prompt_token_ids"] == [1]
     assert text["choices"][0]["logprobs"] == {
         "tokens": [" world"],
         "token_logprobs": [-0.5],
@@ -91,8 +92,18 @@ def test_echo_with_logprobs_and_token_ids() -> None:
     assert usage["usage"]["total_tokens"] == 2
 
     choice = json.loads(encode_reply("completions", request, collected(events)))["choices"][0]
-    assert (choice["text"], choice["ids"]) == ("Hello world", [2])
+    assert (choice["text"], choice["ids"], choice["token_ids"]) == ("Hello world", [2], [2])
+    assert choice["prompt_token_ids"] == [1]
     assert choice["logprobs"]["text_offset"] == [0, 5]
+
+
+def test_logprobs_contain_the_sampled_token() -> None:
+    request = msgspec.structs.replace(REQUEST, logprobs=Logprobs(0))
+    alone = TokenLogprob(2, b" world", -0.5)
+    unlikely = TokenLogprob(4, b" void", -9.5, WORLD.top)
+    events: list[Event] = [STARTED, TextDelta(" world", logprobs=(alone, unlikely)), Finished()]
+    logprobs = json.loads(encode_reply("completions", request, collected(events)))["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"] == [{" world": -0.5}, {" void": -9.5, " world": -0.5, " moon": -1.5}]
 
 
 def test_constrained_output() -> None:

@@ -142,8 +142,9 @@ def test_path_is_not_normalized(scripted: Running) -> None:
 
 def test_root_and_health(client: httpx.Client) -> None:
     assert client.get("/").json() == {"name": "dragoman", "version": __version__}
-    assert client.get("/health").json() == {"status": "ok"}
-    for path in ("/", "/health", "/v1/models", "/v1/models/echo"):
+    assert client.get("/health").json() == client.get("/ping").json() == {"status": "ok"}
+    assert client.get("/version").json() == {"version": __version__}
+    for path in ("/", "/health", "/ping", "/version", "/v1/models", "/v1/models/echo"):
         response = client.head(path)
         assert (response.status_code, response.content) == (200, b"")
         assert int(response.headers["content-length"]) > 0

@@ -111,15 +111,23 @@ def documented(row: str) -> list[str]:
 
 def test_fields_and_routes_are_as_documented(server: Running) -> None:
     everywhere, in_chats = documented("ignored"), documented("ignored in a chat only")
+    in_completions = documented("ignored in completions only")
     assert len(everywhere) > 20
     odd = {name: [name] for name in everywhere}
     routes = re.findall(r"^\| (`/[^|]+) \|", PAGE.read_text(), re.MULTILINE)
     absent = [path for row in routes for path in re.findall(r"`([^`]+)`", row)]
     assert len(absent) > 20
-    chat = ask(server, "Hello", max_tokens=1, **odd, echo=True, best_of=2, return_token_ids=True)
+    chat = ask(server, "Hello", max_tokens=1, **odd, echo=True, best_of=2, prompt_logprobs=1, return_token_ids=True)
     assert {*chat.headers["x-dragoman-ignored"].split(", ")} == {*everywhere, *in_chats}
-    body = {"model": "org/tiny", "prompt": "Hello", "max_tokens": 1, "echo": True, "return_token_ids": True} | odd
+    body = {
+        "model": "org/tiny",
+        "prompt": "Hello",
+        "max_tokens": 1,
+        "echo": True,
+        "return_token_ids": True,
+        "prompt_logprobs": 1,
+    } | odd
     completion = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30, trust_env=False)
-    assert {*completion.headers["x-dragoman-ignored"].split(", ")} == {*everywhere}
+    assert {*completion.headers["x-dragoman-ignored"].split(", ")} == {*everywhere, *in_completions}
     for path in absent:
         assert httpx.post(f"{server.url}{path}", json={}, trust_env=False, timeout=60).status_code == 404, path

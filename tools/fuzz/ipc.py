@@ -53,6 +53,8 @@ def samples() -> dict[str, tuple[bytes, ...]]:
     questions = (
         make_method_call("count_tokens", REQUEST),
         make_method_call("tokenize", "text", True),
+        make_method_call("tokenize_text", "text", True),
+        make_method_call("token_texts", (1,)),
         make_method_call("embed", ("a", (1, 2))),
     )
     to_child: list[worker.ToWorker] = [

@@ -32,12 +32,13 @@ KINDS = {
     "/v1/messages/count_tokens": "count",
     "/v1/responses/input_tokens": "count",
     "/v1/chat/completions/render": "render",
+    "/v1/chat/completions/input_tokens": "count",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
 STREAMS = frozenset({"chat", "completions", "messages", "responses"})
 OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank")
-SHARED_PATHS = frozenset({"/v1/chat/completions/render"})
+SHARED_PATHS = frozenset({"/v1/chat/completions/render", "/v1/chat/completions/input_tokens"})
 """Errors are in the words of the caller's protocol."""
 
 

@@ -35,6 +35,7 @@ ROUTES: tuple[tuple[str, Callable[[Random], dict[str, Any]], int], ...] = (
     ("/v1/messages/count_tokens", bodies.message, 3),
     ("/v1/responses/input_tokens", bodies.response, 2),
     ("/v1/chat/completions/render", bodies.chat, 2),
+    ("/v1/chat/completions/input_tokens", bodies.chat, 2),
     ("/tokenize", bodies.tokens, 2),
     ("/detokenize", bodies.token_ids, 2),
 )
@@ -43,7 +44,17 @@ UNSUPPORTED = frozenset({"/tokenize", "/detokenize", "/v1/chat/completions/rende
 STREAMED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 VECTORS = frozenset({"/v1/embeddings", "/v1/rerank"})
 GETS = (
-    *("/", "/health", "/ready", "/v1/models", "/v1/models/echo", "/v1/models/org%2Fnested", "/v1/models/org/nested"),
+    *(
+        "/",
+        "/health",
+        "/ping",
+        "/version",
+        "/ready",
+        "/v1/models",
+        "/v1/models/echo",
+        "/v1/models/org%2Fnested",
+        "/v1/models/org/nested",
+    ),
     *(
         "/metrics",
         "/stats",

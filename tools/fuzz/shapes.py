@@ -97,7 +97,7 @@ class TokenCount(msgspec.Struct, frozen=True):
 
 
 class Tokenized(msgspec.Struct, frozen=True):
-    tokens: list[int]
+    tokens: list[int | dict[str, Any]]
     count: int
     max_model_len: int | None
 

@@ -31,6 +31,8 @@ FEATURES_BY_METHOD = {
     "generate": (Feature.CHAT, Feature.COMPLETION),
     "deliver": (Feature.CHAT, Feature.COMPLETION),
     "tokenize": (Feature.TOKENIZE,),
+    "tokenize_text": (Feature.ADD_SPECIAL,),
+    "token_texts": (Feature.TOKEN_TEXTS,),
     "render": (Feature.RENDER,),
     "count_tokens": (Feature.COUNT_TOKENS,),
     "embed": (Feature.EMBEDDINGS,),
@@ -199,6 +201,14 @@ class Engine:
     def tokenize(self, text: str, special: bool) -> Sequence[int] | Awaitable[Sequence[int]]:
         """Tokenize a text; with `special`, names of control tokens in it become those tokens."""
         raise NotSupported("this model does not support tokenization")
+
+    def tokenize_text(self, text: str, special: bool) -> Sequence[int] | Awaitable[Sequence[int]]:
+        """Do the same, and add the tokens that the model needs around a text, such as BOS."""
+        raise NotSupported("this model does not add tokens around a text")
+
+    def token_texts(self, tokens: Sequence[int]) -> Sequence[bytes] | Awaitable[Sequence[bytes]]:
+        """Return the text of each token. A token may be a part of a character."""
+        raise NotSupported("this model does not return the text of tokens")
 
     def detokenize(self, tokens: Sequence[int]) -> str | Awaitable[str]:
         raise NotSupported("this model does not support tokenization")

@@ -45,7 +45,8 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
-    """The prompt has been processed. `prompt_logprobs` are set only on request.
+    """The prompt has been processed. `prompt_logprobs`, `prompt_ids` and `seconds` (the time for the prompt) are set
+    only on request.
 
     `thinking`: the prompt ends inside a reasoning block, so the reply begins with reasoning. `ignored` names
     parameters that the engine could not honour.
@@ -58,6 +59,8 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     thinking: bool = False
     ignored: tuple[str, ...] = ()
     kept_tokens: int = 0
+    prompt_ids: tuple[int, ...] = ()
+    seconds: float | None = None
 
 
 class TextDelta(msgspec.Struct, frozen=True, array_like=True, tag="text"):
@@ -87,6 +90,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True, tag="arguments
 
     arguments: str
     count: int = 0
+    tokens: tuple[int, ...] = ()
 
 
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
@@ -94,12 +98,14 @@ FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
     """`stop` is the stop string that ended the text. `usage` is set by engines that count tokens themselves.
-    `warnings` describe problems of the reply, such as a tool call that could not be parsed."""
+    `warnings` describe problems of the reply, such as a tool call that could not be parsed. `seconds` is the time since
+    `Started`, set only on request."""
 
     reason: FinishReason = "stop"
     stop: str | None = None
     usage: Usage | None = None
     warnings: tuple[str, ...] = ()
+    seconds: float | None = None
 
 
 Event = Started | TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | Finished

@@ -18,6 +18,10 @@ class Feature(StrEnum):
 
     # Other calls.
     TOKENIZE = auto()
+    ADD_SPECIAL = auto()
+    """Tokenize a text with the tokens that the model needs around it."""
+    TOKEN_TEXTS = auto()
+    """The text of each token."""
     RENDER = auto()
     COUNT_TOKENS = auto()
     EMBEDDINGS = auto()

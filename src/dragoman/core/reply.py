@@ -23,7 +23,7 @@ from dragoman.core.request import Message, Part, Reasoning, Text, ToolCall
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One choice. `tokens` and `logprobs` are those of its visible text."""
+    """One choice. `tokens` are those that its usage counts, `logprobs` those of its visible text."""
 
     index: int
     parts: tuple[Part, ...]
@@ -35,6 +35,8 @@ class Choice(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     is_counted: bool = True
     """Whether the usage was reported. Otherwise it is 0."""
+    seconds: float | None = None
+    """The time for the tokens of the reply, if it was requested."""
 
     @property
     def text(self) -> str:
@@ -138,12 +140,14 @@ class _Draft:
                 self.close()
                 self.finished = event
             elif isinstance(event, ReasoningDelta):
+                self.tokens += event.tokens
                 if event.text or event.signature:
                     self._think(event)
             elif isinstance(event, ToolCallStart):
                 self.close()
                 self.call = event
             elif isinstance(event, ToolCallDelta):
+                self.tokens += event.tokens
                 self.pieces.append(event.arguments)
 
     def _think(self, event: ReasoningDelta) -> None:
@@ -180,6 +184,7 @@ class _Draft:
             tokens=tuple(self.tokens),
             logprobs=tuple(self.logprobs),
             is_counted=self.finished.usage is not None,
+            seconds=self.finished.seconds,
         )
 
 

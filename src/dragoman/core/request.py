@@ -135,7 +135,7 @@ class Regex(msgspec.Struct, frozen=True, tag="regex"):
 
 
 class Grammar(msgspec.Struct, frozen=True, tag="grammar"):
-    """A context-free grammar in Lark's notation."""
+    """A context-free grammar in Lark's notation, or in GBNF, that of llama.cpp."""
 
     text: str
 
@@ -179,18 +179,24 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Logprobs(msgspec.Struct, frozen=True):
-    """Return the log probability of each token and of the `top` most likely ones; with `prompt`, for the prompt too."""
+    """Return the log probability of each token and of the most likely ones: of `top` for the tokens of the reply, of
+    `prompt` for those of the prompt. None means no log probabilities."""
 
-    top: int = 0
-    prompt: bool = False
+    top: int | None = 0
+    prompt: int | None = None
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """How the reply is delivered. An engine may restart a reply that is not streamed."""
+    """How the reply is delivered. An engine may restart a reply that is not streamed.
+
+    `token_ids`: with the tokens of prompt and reply. `running_usage`, `timings`: in every piece of a stream.
+    """
 
     stream: bool = False
     usage: bool = False
     token_ids: bool = False
+    running_usage: bool = False
+    timings: bool = False
 
 
 class Asked(msgspec.Struct, frozen=True):

@@ -32,15 +32,20 @@ MAX_UNCHECKED_BYTES = 256 * 1024
 """Texts to embed of up to this size are always tokenized. Long runs of blanks may be few tokens."""
 
 
-TOKEN_FEATURES = SAMPLING_FEATURES | {
-    *(Feature.CHAT, Feature.COMPLETION, Feature.TOKEN_PROMPT, Feature.TOKENIZE, Feature.RENDER),
-    *(Feature.TOKEN_IDS, Feature.LOGPROBS, Feature.PROMPT_LOGPROBS, Feature.MAX_TOKENS, Feature.USAGE),
-    *(Feature.STOP_TOKEN_IDS, Feature.IGNORE_EOS),
-    *(Feature.TOOLS, Feature.THINKING, Feature.DOCUMENTS, Feature.TEMPLATE_OPTIONS),
-}
+TOKENIZER_FEATURES = frozenset({Feature.TOKENIZE, Feature.ADD_SPECIAL, Feature.TOKEN_TEXTS})
+TOKEN_FEATURES = (
+    SAMPLING_FEATURES
+    | TOKENIZER_FEATURES
+    | {
+        *(Feature.CHAT, Feature.COMPLETION, Feature.TOKEN_PROMPT, Feature.RENDER),
+        *(Feature.TOKEN_IDS, Feature.LOGPROBS, Feature.PROMPT_LOGPROBS, Feature.MAX_TOKENS, Feature.USAGE),
+        *(Feature.STOP_TOKEN_IDS, Feature.IGNORE_EOS),
+        *(Feature.TOOLS, Feature.THINKING, Feature.DOCUMENTS, Feature.TEMPLATE_OPTIONS),
+    }
+)
 """The features of every engine that generates tokens from tokens."""
 CONSTRAINT_FEATURES = frozenset({Feature.STRICT_TOOLS, Feature.CONSTRAINT})
-EMBEDDING_FEATURES = frozenset({Feature.EMBEDDINGS, Feature.TOKENIZE})
+EMBEDDING_FEATURES = TOKENIZER_FEATURES | {Feature.EMBEDDINGS}
 
 
 class Vocabulary(Protocol):
@@ -54,6 +59,8 @@ class Vocabulary(Protocol):
     infill: tuple[int, int, int] | None
     """The tokens before the prefix, before the suffix, and before the text to generate."""
     ends: frozenset[int]
+    pieces: tuple[bytes, ...]
+    """The texts of all tokens, with the names of control tokens."""
 
     @property
     def chat_template(self) -> str | None: ...
@@ -74,8 +81,8 @@ class Vocabulary(Protocol):
 
     def tokenize(self, text: str, special: bool) -> list[int]: ...
 
-    def tokenize_text(self, text: str) -> list[int]:
-        """Tokenize a whole text to embed, with the begin and end tokens of the vocabulary."""
+    def tokenize_text(self, text: str, special: bool = False) -> list[int]:
+        """Tokenize a whole text, with the begin and end tokens of the vocabulary."""
 
     def detokenize(self, tokens: Sequence[int]) -> str: ...
 
@@ -215,11 +222,11 @@ class PromptReader:
         return room if request.max_tokens is None else min(request.max_tokens, room)
 
 
-def tokenize(model: Vocabulary, text: str, special: bool) -> list[int]:
+def tokenize(model: Vocabulary, text: str, special: bool, add_special: bool = False) -> list[int]:
     if len(text) > MAX_TOKENIZED:
         message = f"content has {len(text)} characters; at most {MAX_TOKENIZED} can be tokenized at once"
         raise BadRequest(message, param="content")
-    return model.tokenize(text, special)
+    return model.tokenize_text(text, special) if add_special else model.tokenize(text, special)
 
 
 def detokenize(model: Vocabulary, tokens: Sequence[int]) -> str:
@@ -228,6 +235,11 @@ def detokenize(model: Vocabulary, tokens: Sequence[int]) -> str:
         raise BadRequest(message, param="tokens")
     check_tokens(model, tokens, "tokens")
     return model.detokenize(tokens)
+
+
+def token_texts(model: Vocabulary, tokens: Sequence[int]) -> list[bytes]:
+    check_tokens(model, tokens, "tokens")
+    return [model.pieces[token] for token in tokens]
 
 
 def read_embedding_input(model: Vocabulary, entry: Input, context: int) -> Sequence[int]:

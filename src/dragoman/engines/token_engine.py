@@ -32,7 +32,7 @@ from dragoman.core.events import (
 )
 from dragoman.core.fair_semaphore import FairSemaphore
 from dragoman.core.request import GenerationRequest
-from dragoman.engines.prompt_reader import PromptReader, PromptTokens, Vocabulary, detokenize, tokenize
+from dragoman.engines.prompt_reader import PromptReader, PromptTokens, Vocabulary, detokenize, token_texts, tokenize
 from dragoman.engines.reply_limits import RepeatedCallDetector, ThinkingBudget
 from dragoman.grammar.constraints import CompiledConstraint
 from dragoman.grammar.masks import Guide
@@ -48,13 +48,14 @@ MIN_LOGPROB = -9999.0
 class ReplySettings(msgspec.Struct, frozen=True, kw_only=True):
     """The fixed parameters of a reply.
 
-    `limit` is the maximum number of tokens. `guide` follows the grammar and captures values for `checks`. With `calls`
-    the reply ends when a tool call is repeated.
+    `limit` is the maximum number of tokens. `shows_prompt`: the ids of the prompt are returned. `guide` follows the
+    grammar and captures values for `checks`. With `calls` the reply ends when a tool call is repeated.
     """
 
     prompt: tuple[int, ...]
     limit: int
     prompt_text: str | None = None
+    shows_prompt: bool = False
     guide: Guide | None = None
     checks: tuple[SchemaCheck, ...] = ()
     calls: bool = False
@@ -89,7 +90,8 @@ class TokenGeneration:
         self._cached, self._kept = cached, kept
         settings = self.settings
         text, thinking, ignored = settings.prompt_text, settings.thinking, settings.ignored
-        return Started(len(settings.prompt), cached, tuple(logprobs), text, thinking, ignored, kept)
+        ids = settings.prompt if settings.shows_prompt else ()
+        return Started(len(settings.prompt), cached, tuple(logprobs), text, thinking, ignored, kept, ids)
 
     def finish(self, reason: FinishReason) -> list[Event]:
         """Return the last events."""
@@ -150,6 +152,12 @@ class TokenEngine(Engine):
 
     async def tokenize(self, text: str, special: bool) -> Sequence[int]:
         return await self.run_in_pool(tokenize, self.require_vocabulary(), text, special, pool=self.query_pool)
+
+    async def tokenize_text(self, text: str, special: bool) -> Sequence[int]:
+        return await self.run_in_pool(tokenize, self.require_vocabulary(), text, special, True, pool=self.query_pool)
+
+    async def token_texts(self, tokens: Sequence[int]) -> Sequence[bytes]:
+        return await self.run_in_pool(token_texts, self.require_vocabulary(), tokens, pool=self.query_pool)
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         return await self.run_in_pool(detokenize, self.require_vocabulary(), tokens, pool=self.query_pool)

@@ -33,6 +33,8 @@ from dragoman.grammar.call_grammar import (
     opener_text,
     section_openers,
 )
+from dragoman.grammar.gbnf import is_gbnf
+from dragoman.grammar.gbnf_lark import gbnf_to_lark
 from dragoman.grammar.lark import ANY_TEXT, GAP, RuleSet, escape_regex, one_of, quote
 from dragoman.grammar.schema import json_directive, prepare_schema
 from dragoman.grammar.schema_check import SchemaCheck
@@ -333,4 +335,4 @@ def _grammar_text(constraint: Regex | Grammar, param: str) -> str:
         raise InvalidSchema(f"{param}: the grammar {problem}", param=param)
     if max_repeat_count(constraint.text) > MAX_REPEATS:
         raise InvalidSchema(f"{param}: the grammar has more than {MAX_REPEATS} repetitions", param=param)
-    return constraint.text
+    return gbnf_to_lark(constraint.text, param) if is_gbnf(constraint.text) else constraint.text

@@ -281,6 +281,12 @@ class ProxyEngine(Engine):
     async def tokenize(self, text: str, special: bool) -> Sequence[int]:
         return await self.call_method(make_method_call("tokenize", text, special), tuple[int, ...])
 
+    async def tokenize_text(self, text: str, special: bool) -> Sequence[int]:
+        return await self.call_method(make_method_call("tokenize_text", text, special), tuple[int, ...])
+
+    async def token_texts(self, tokens: Sequence[int]) -> Sequence[bytes]:
+        return await self.call_method(make_method_call("token_texts", tuple(tokens)), tuple[bytes, ...])
+
     async def detokenize(self, tokens: Sequence[int]) -> str:
         return await self.call_method(make_method_call("detokenize", tuple(tokens)), str)
 

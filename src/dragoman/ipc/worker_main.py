@@ -46,6 +46,8 @@ ARGUMENTS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "render": msgspec.msgpack.Decoder(tuple[GenerationRequest]),
     "count_tokens": msgspec.msgpack.Decoder(tuple[GenerationRequest]),
     "tokenize": msgspec.msgpack.Decoder(tuple[str, bool]),
+    "tokenize_text": msgspec.msgpack.Decoder(tuple[str, bool]),
+    "token_texts": msgspec.msgpack.Decoder(tuple[tuple[int, ...]]),
     "detokenize": msgspec.msgpack.Decoder(tuple[tuple[int, ...]]),
     "embed": msgspec.msgpack.Decoder(tuple[tuple[Input, ...]]),
 }
@@ -71,7 +73,7 @@ async def run_method_call(engine: Engine, method_call: MethodCall) -> MethodResu
     try:
         arguments = ARGUMENTS[method_call.method].decode(method_call.arguments)
         value: Any = await call_engine(getattr(engine, method_call.method), *arguments)
-        if method_call.method in ("tokenize", "embed"):
+        if method_call.method in ("tokenize", "tokenize_text", "token_texts", "embed"):
             value = tuple(value)
         return MethodResult(method_call.key, messages.pack(value))
     except Exception as error:  # noqa: BLE001 (reported to the other process and logged)

@@ -1,9 +1,10 @@
-"""Stages that count tokens: `CountStage` completes the usage, `LimitStage` enforces `max_tokens`.
+"""Stages that count: `CountStage` completes the usage, `LimitStage` enforces `max_tokens`, `TimeStage` adds times.
 
 `CountStage` provides a usage if the reply is cut short or the engine reports none. It also counts reasoning tokens,
 which engines that produce plain text cannot.
 """
 
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -66,3 +67,17 @@ class LimitStage:
                 if not self._left:
                     return [*events[: index + 1], Finished("length")]
         return events
+
+
+class TimeStage:
+    """Adds the times for the prompt, which began at `began`, and for the reply."""
+
+    def __init__(self, began: float) -> None:
+        self._began = began
+
+    def __call__(self, events: Sequence[Event]) -> Sequence[Event]:
+        return [self._add_time(event) if isinstance(event, Started | Finished) else event for event in events]
+
+    def _add_time(self, event: Started | Finished) -> Event:
+        before, self._began = self._began, time.monotonic()
+        return msgspec.structs.replace(event, seconds=self._began - before)

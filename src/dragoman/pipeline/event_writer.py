@@ -2,8 +2,9 @@
 
 Rules
 1. Adjacent text of the same kind becomes one event.
-2. A token is counted with the text it begins in. Tokens of markers and held text count with the next event.
-3. Token ids and log probabilities go only with the text and reasoning that they consist of.
+2. A token is counted with the text it begins in. Tokens of markers and held text count with the next event. Token ids
+   go where the token is counted.
+3. Log probabilities go only with the text and reasoning that they consist of.
 """
 
 import os
@@ -62,6 +63,11 @@ class EventWriter:
     def add_tokens(self, delta: TextDelta) -> None:
         """Record the tokens of the next piece of the buffer."""
         self._tokens.append((self._buffer.position + len(self._buffer.window), delta))
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether tokens wait for the next event."""
+        return bool(self._tokens)
 
     def write_text(self, text: str) -> None:
         if text:
@@ -147,7 +153,7 @@ class EventWriter:
                 continue
             count, tokens, logprobs = self._take_tokens(end - len(text), end)
             if kind == "arguments":
-                out.append(ToolCallDelta(text, count))
+                out.append(ToolCallDelta(text, count, tokens))
             else:
                 out.append((TextDelta if kind == "text" else ReasoningDelta)(text, count, tokens, logprobs))
         self._pending.clear()
@@ -155,7 +161,7 @@ class EventWriter:
     def flush_tokens(self, out: list[Event]) -> None:
         """Emit the count of tokens that belong to no event."""
         if count := sum(delta.count for _, delta in self._tokens):
-            out.append(TextDelta("", count))
+            out.append(TextDelta("", count, tuple([token for _, delta in self._tokens for token in delta.tokens])))
         self._tokens.clear()
 
     def _take_tokens(self, begin: int, end: int) -> tuple[int, tuple[int, ...], tuple[TokenLogprob, ...]]:
@@ -163,8 +169,8 @@ class EventWriter:
         while self._tokens and self._tokens[0][0] < end:
             at, delta = self._tokens.popleft()
             count += delta.count
+            ids += delta.tokens
             if at >= begin:
-                ids += delta.tokens
                 logprobs += delta.logprobs
         return count, tuple(ids), tuple(logprobs)
 

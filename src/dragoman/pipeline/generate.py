@@ -9,6 +9,7 @@ Rules
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -24,7 +25,7 @@ from dragoman.formats import get_format
 from dragoman.formats.bare_json import JSON
 from dragoman.formats.syntax import PLAIN, ModelFormat
 from dragoman.pipeline import Stage
-from dragoman.pipeline.count import CountStage, LimitStage
+from dragoman.pipeline.count import CountStage, LimitStage, TimeStage
 from dragoman.pipeline.split import SplitStage
 from dragoman.pipeline.stop import StopStage
 
@@ -133,12 +134,15 @@ def _split_choices(request: GenerationRequest) -> list[GenerationRequest]:
 
 async def _run_choice(engine: Engine, request: GenerationRequest, index: int, on_events: OnEvents) -> None:
     stages: list[Stage] = []
+    began = time.monotonic()
 
     def on_ready(ready: Sequence[Event]) -> Awaitable[None] | None:
         nonlocal stages
         if type(ready[0]) is Started:
             # A reply that starts again needs new stages.
             stages = _build_stages(engine, request)
+            if request.delivery.timings:
+                stages.append(TimeStage(began))
         events = ready
         for stage in stages:
             events = stage(events)

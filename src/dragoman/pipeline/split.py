@@ -101,6 +101,8 @@ class SplitStage:
         except SingleCallDone:
             is_done = True
         self._writer.flush(out)
+        # Text may not overtake a token that waits for the next event.
+        self._is_idle = self._is_idle and not self._writer.has_tokens
         return is_done
 
     def _finish(self, event: Finished, out: list[Event]) -> None:

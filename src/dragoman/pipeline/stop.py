@@ -4,8 +4,8 @@ Rules
 1. The stop string that completes first wins. If several complete at the same character, the longest wins.
 2. Text that may still become a stop string is held back. All other text passes at once.
 3. Each character is processed once, by an Aho-Corasick automaton. Its depth is the length of the held text.
-4. Tokens of removed text still count: an empty delta carries their number. Tokens that the engine generated later do
-   not count, unless only the engine's usage reports any number.
+4. Tokens of removed text still count: an empty delta carries their number and their ids. Tokens that the engine
+   generated later do not count, unless only the engine's usage reports any number.
 5. Only visible text is searched. Any other event (reasoning, a tool call) ends a partial match.
 """
 
@@ -108,7 +108,7 @@ class StopStage:
                 end, stop = found
                 self._release(before + end - len(stop), out, last=True)
                 if cut := sum(delta.count for delta in self._held):
-                    out.append(TextDelta("", cut))
+                    out.append(TextDelta("", cut, tuple([token for delta in self._held for token in delta.tokens])))
                 out.append(self._finish(stop, events[-1]))
                 return out
             self._release(self._held_length - self._matcher.pending, out)

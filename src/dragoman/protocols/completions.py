@@ -15,20 +15,20 @@ from dragoman.core.errors import BadRequest
 from dragoman.core.events import Detokenizer, Event, Finished, Started, TextDelta, TokenLogprob, Usage
 from dragoman.core.features import Feature
 from dragoman.core.reply import Choice, Reply
-from dragoman.core.request import Asked, Delivery, GenerationRequest, Logprobs
+from dragoman.core.request import Asked, GenerationRequest, Logprobs
 from dragoman.protocols import json_body, openai, response_format
+from dragoman.protocols.reply_extras import encode_timings
 
 MAX_PROMPTS = 1024
 
 
-class CompletionFields(openai.SamplingFields, frozen=True, kw_only=True):
+class CompletionFields(openai.TextFields, frozen=True, kw_only=True):
     prompt: str | list[Any]
-    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    max_tokens: openai.ReplyLimit | None = None
     echo: bool | None = None
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     suffix: str | None = None
     best_of: openai.Count | None = None
-    return_token_ids: bool | None = None
 
 
 def decode(body: bytes) -> GenerationRequest:
@@ -36,7 +36,6 @@ def decode(body: bytes) -> GenerationRequest:
     fields = json_body.convert(parsed, CompletionFields)
     prompts = _prompts(fields.prompt)
     _check(fields, prompts)
-    options = fields.stream_options or openai.ChatStreamOptions()
     echo = bool(fields.echo)
     asked = [*_asked(fields, prompts), *openai.requested_features(fields, parsed, response_format.FIELDS)]
     return GenerationRequest(
@@ -45,11 +44,13 @@ def decode(body: bytes) -> GenerationRequest:
         suffix=fields.suffix or None,
         echo=echo,
         constraint=response_format.decode(parsed, asked),
-        max_tokens=fields.max_tokens,
-        logprobs=None if fields.logprobs is None else Logprobs(fields.logprobs, prompt=echo),
+        max_tokens=openai.decode_reply_limit(fields, "max_tokens", least=0),
+        logprobs=None
+        if fields.logprobs is None
+        else Logprobs(fields.logprobs, prompt=fields.logprobs if echo else None),
         choices=fields.n or 1,
         best_of=fields.best_of or 1,
-        delivery=Delivery(bool(fields.stream), bool(options.include_usage), bool(fields.return_token_ids)),
+        delivery=openai.decode_delivery(fields),
         asked=tuple(asked),
     )
 
@@ -128,7 +129,7 @@ class LegacyLogprobs:
             "tokens": [_token(entry) for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
             "top_logprobs": [
-                None if entry.logprob is None else {_token(other): other.logprob for other in entry.top}
+                None if entry.logprob is None else {_token(other): other.logprob for other in (entry, *entry.top)}
                 for entry in entries
             ],
             "text_offset": offsets,
@@ -154,15 +155,18 @@ class CompletionEncoder(openai.StreamEncoder):
 
     def _frame(self, choice: int, event: Event) -> bytes:
         entry = self._text(choice, "")
+        if self._delivery.token_ids:
+            entry |= _token_ids(getattr(event, "tokens", ()))
         if isinstance(event, TextDelta):
             if not event.text and not event.tokens:
                 return b""
             entry |= {"text": event.text, "logprobs": self._encode_logprobs(choice, event.logprobs)}
-            if self._request.delivery.token_ids:
-                entry["ids"] = list(event.tokens)
-        elif isinstance(event, Started) and self._request.echo:
-            entry["text"] = _prompt_text(self._request, choice, event)
-            entry["logprobs"] = self._encode_logprobs(choice, event.prompt_logprobs)
+        elif isinstance(event, Started) and (self._request.echo or self._delivery.token_ids):
+            if self._request.echo:
+                entry["text"] = _prompt_text(self._request, choice, event)
+                entry["logprobs"] = self._encode_logprobs(choice, event.prompt_logprobs)
+            if self._delivery.token_ids:
+                entry["prompt_token_ids"] = event.prompt_ids
         elif isinstance(event, Finished):
             self._usages.append(event.usage or Usage())
             entry["finish_reason"] = event.reason
@@ -174,14 +178,21 @@ class CompletionEncoder(openai.StreamEncoder):
         return self._logprobs.setdefault(choice, LegacyLogprobs()).encode(entries) if entries else None
 
 
+def _token_ids(tokens: Sequence[int]) -> dict[str, Any]:
+    return {"ids": tokens, "token_ids": tokens}
+
+
 def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict[str, Any]:
+    choices = reply.best(request.choices * len(request.prompts)).choices
     return {
         "id": request.id,
         "object": "text_completion",
         "created": created,
         "model": request.model,
-        "choices": [_choice(request, choice) for choice in reply.best(request.choices * len(request.prompts)).choices],
+        "system_fingerprint": openai.FINGERPRINT,
+        "choices": [_choice(request, choice) for choice in choices],
         "usage": openai.encode_usage(reply.usage),
+        **({"timings": encode_timings(choices[0])} if request.delivery.timings else {}),
     }
 
 
@@ -196,4 +207,6 @@ def _choice(request: GenerationRequest, choice: Choice) -> dict[str, Any]:
         "logprobs": LegacyLogprobs().encode(entries) if entries else None,
         "finish_reason": choice.reason,
     }
-    return {**encoded, "ids": list(choice.tokens)} if request.delivery.token_ids else encoded
+    if request.delivery.token_ids:
+        encoded |= {**_token_ids(choice.tokens), "prompt_token_ids": choice.started.prompt_ids}
+    return encoded

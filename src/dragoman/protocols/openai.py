@@ -11,14 +11,19 @@ import msgspec
 from dragoman.core.errors import BadRequest, DragomanError, quote
 from dragoman.core.events import Event, TextDelta, TokenLogprob, Usage, total_usage
 from dragoman.core.features import Feature
-from dragoman.core.request import Asked, GenerationRequest, Image, RepetitionPenalty, Sampling, Text
+from dragoman.core.request import Asked, Delivery, GenerationRequest, Image, RepetitionPenalty, Sampling, Text
+from dragoman.core.version import __version__
 from dragoman.protocols.errors import encode_openai_error
 from dragoman.protocols.json_body import encode_texts, missing_field, unknown_fields
+from dragoman.protocols.reply_extras import RunningCounts
 
+NO_LIMIT = -1
+"""A `max_tokens` that means the same as none, as in llama.cpp's server."""
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 TokenIds = tuple[TokenId, ...]
+ReplyLimit = Annotated[int, msgspec.Meta(ge=NO_LIMIT, le=2**31 - 1)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Retention = Literal["in_memory", "in-memory", "24h"]
@@ -28,6 +33,8 @@ RETENTION_SECONDS: dict[str | None, float] = {"24h": 24 * 3600.0}
 MAX_STOP_LENGTH = 1024
 MAX_BIASES = 1024
 DONE = b"data: [DONE]\n\n"
+FINGERPRINT = f"dragoman-{__version__}"
+"""The version: OpenAI's name for what may change replies besides the request."""
 
 
 def decode_limit(query: Mapping[str, str], default: int, most: int) -> int:
@@ -40,6 +47,7 @@ def decode_limit(query: Mapping[str, str], default: int, most: int) -> int:
 
 class ChatStreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +70,13 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
 
 
+class TextFields(SamplingFields, frozen=True, kw_only=True):
+    """The fields of chats and completions."""
+
+    return_token_ids: bool | None = None
+    timings_per_token: bool | None = None
+
+
 LABELS = ("user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier")
 SAMPLING = tuple(name for name in Sampling.__struct_fields__ if name != "logit_bias")
 _sampling_values = operator.attrgetter(*SAMPLING)
@@ -71,7 +86,7 @@ FEATURES["n"] = Feature.CHOICES
 NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), 0),
     **dict.fromkeys(("repetition_penalty", "top_p", "n"), 1),
-    **dict.fromkeys(("ignore_eos", "logprobs", "store"), False),
+    **dict.fromkeys(("ignore_eos", "logprobs", "return_token_ids", "store"), False),
     **{name: [] for name in ("stop", "stop_token_ids", "documents")},
     "logit_bias": {},
 }
@@ -157,6 +172,17 @@ def decode_common(fields: SamplingFields) -> dict[str, Any]:
     }
 
 
+def decode_delivery(fields: TextFields) -> Delivery:
+    options = fields.stream_options or ChatStreamOptions()
+    return Delivery(
+        stream=bool(fields.stream),
+        usage=bool(options.include_usage or options.continuous_usage_stats),
+        token_ids=bool(fields.return_token_ids),
+        running_usage=bool(options.continuous_usage_stats),
+        timings=bool(fields.timings_per_token),
+    )
+
+
 def requested_features(
     fields: SamplingFields,
     parsed: dict[str, Any],
@@ -172,6 +198,18 @@ def requested_features(
     if unknown := unknown_fields(parsed, type(fields)):
         asked += [Asked(Feature.UNKNOWN, name) for name in unknown if name not in others]
     return asked
+
+
+def decode_reply_limit(fields: SamplingFields, *names: str, least: int = 1) -> int | None:
+    """Return the value of the first of the named fields that sets a limit."""
+    for name in names:
+        limit: int | None = getattr(fields, name)
+        if limit is None or limit == NO_LIMIT:
+            continue
+        if limit < least:
+            raise BadRequest(f"{name}: must be at least {least}, or {NO_LIMIT} for no limit", param=name)
+        return limit
+    return None
 
 
 def _biases(wire: dict[str, float]) -> dict[int, float]:
@@ -223,8 +261,14 @@ class StreamEncoder(ABC):
 
     def __init__(self, request: GenerationRequest, created: int, kind: str) -> None:
         self._header = {"id": request.id, "object": kind, "created": created, "model": request.model}
-        self._with_usage = request.delivery.usage
-        self._plain = request.logprobs is None and not request.delivery.token_ids
+        self._header["system_fingerprint"] = FINGERPRINT
+        self._delivery = delivery = request.delivery
+        self._with_usage = delivery.usage
+        needs_counts = delivery.running_usage or delivery.timings
+        self._counts = RunningCounts(request) if needs_counts else None
+        self._plain = request.logprobs is None and not delivery.token_ids and not needs_counts
+        self._extras: dict[str, Any] = {}
+        """More fields of the next chunk."""
         self._templates: dict[int, tuple[bytes, bytes, bytes]] = {}
         self._usages: list[Usage] = []
 
@@ -247,10 +291,19 @@ class StreamEncoder(ABC):
             if texts:
                 frames.append(self._text_frames(choice, texts))
                 texts = []
+            if self._counts is not None:
+                self._note(self._counts, choice, event)
             frames.append(self._frame(choice, event))
         if texts:
             frames.append(self._text_frames(choice, texts))
         return b"".join(frames)
+
+    def _note(self, counts: RunningCounts, choice: int, event: Event) -> None:
+        counts.note(choice, event)
+        if self._delivery.running_usage:
+            self._extras["usage"] = encode_usage(counts.usage)
+        if self._delivery.timings:
+            self._extras["timings"] = counts.timings(choice, event)
 
     def _text_frames(self, choice: int, texts: list[str]) -> bytes:
         head, between, tail = self._templates.get(choice) or self._build_template(choice)
@@ -267,9 +320,13 @@ class StreamEncoder(ABC):
         chunk = {**self._header, "choices": choices}
         if self._with_usage:
             chunk["usage"] = usage
+        if self._extras:
+            chunk |= self._extras
+            self._extras = {}
         return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
     def end(self) -> bytes:
+        self._extras = {}
         return (self._chunk([], encode_usage(total_usage(self._usages))) if self._with_usage else b"") + DONE
 
     def fail(self, error: DragomanError) -> bytes:

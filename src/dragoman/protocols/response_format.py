@@ -5,7 +5,7 @@
     schema          := json_schema | guided_json | structured_outputs.json             an object or JSON text
     regex           := regex | guided_regex | structured_outputs.regex
     choice          := guided_choice | structured_outputs.choice
-    grammar         := grammar | guided_grammar | structured_outputs.grammar           in Lark syntax
+    grammar         := grammar | guided_grammar | structured_outputs.grammar           in Lark or GBNF
 
 Rules
 1. A request sets at most one constraint, even if two would agree.

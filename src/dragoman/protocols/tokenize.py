@@ -1,6 +1,9 @@
-"""Requests and replies of the tokenize, detokenize and render endpoints.
+"""Requests and replies of the tokenize, detokenize and render endpoints, named as in llama.cpp's server and vLLM.
 
-The text to tokenize may be called `content` or `prompt`, as in other servers.
+    tokenize := (content | prompt) [parse_special, add_special] | the fields of a chat
+                [with_pieces, return_token_strs]
+
+The tokens of a chat are those of its prompt.
 """
 
 from collections.abc import Sequence
@@ -8,21 +11,48 @@ from typing import Any
 
 import msgspec
 
+from dragoman.core.errors import BadRequest
+from dragoman.core.features import Feature
+from dragoman.core.request import Asked, GenerationRequest
 from dragoman.protocols import json_body
+from dragoman.protocols.chat import server as chat
 from dragoman.protocols.openai import TokenIds
 
 
-class TokenizeRequest(msgspec.Struct, frozen=True):
-    """With `parse_special`, control tokens in the text are recognized by name."""
+class TokenizeFields(msgspec.Struct, frozen=True):
+    """With `parse_special`, control tokens in the text are recognized by name. `add_special` adds the tokens that the
+    model needs around a text."""
 
     content: str | None = None
     prompt: str | None = None
     model: str | None = None
-    parse_special: bool = False
+    parse_special: bool | None = None
+    add_special: bool | None = None
+    add_special_tokens: bool | None = None
+    with_pieces: bool | None = None
+    return_token_strs: bool | None = None
+
+
+SPECIAL_FIELDS = ("add_special", "add_special_tokens")
+TEXTS_FIELDS = ("with_pieces", "return_token_strs")
+CHAT_DEFAULTS = {"add_generation_prompt": True, "continue_final_message": False}
+"""vLLM's fields for what a chat always does here."""
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True):
+    """A text, or the chat whose prompt is tokenized."""
+
+    fields: TokenizeFields
+    chat: GenerationRequest | None
+    asked: tuple[Asked, ...]
 
     @property
     def text(self) -> str:
-        return self.content if self.content is not None else self.prompt or ""
+        fields = self.fields
+        return fields.content if fields.content is not None else fields.prompt or ""
+
+    def asks_for(self, feature: Feature) -> bool:
+        return any(asked.feature == feature for asked in self.asked)
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True):
@@ -31,18 +61,56 @@ class DetokenizeRequest(msgspec.Struct, frozen=True):
 
 
 def decode_tokenize(body: bytes) -> TokenizeRequest:
-    request = json_body.convert(json_body.parse(body), TokenizeRequest)
-    if request.content is None and request.prompt is None:
+    parsed = json_body.parse(body)
+    fields = json_body.convert(parsed, TokenizeFields)
+    asked = [Asked(Feature.TOKEN_TEXTS, name) for name in TEXTS_FIELDS if getattr(fields, name)]
+    if parsed.get("messages") is not None:
+        if fields.content is not None or fields.prompt is not None:
+            raise BadRequest("messages: only one of content, prompt and messages is allowed", param="messages")
+        chat_request = _decode_chat(parsed)
+        return TokenizeRequest(fields, chat_request, (*chat_request.asked, *asked))
+    if fields.content is None and fields.prompt is None:
         raise json_body.missing_field("content")
-    return request
+    asked += [Asked(Feature.ADD_SPECIAL, name) for name in SPECIAL_FIELDS if getattr(fields, name)]
+    asked += [Asked(Feature.UNKNOWN, name) for name in json_body.unknown_fields(parsed, TokenizeFields)]
+    return TokenizeRequest(fields, None, tuple(asked))
+
+
+def _decode_chat(parsed: dict[str, Any]) -> GenerationRequest:
+    """Decode the other fields as those of a chat, in which fields about special tokens are unknown: the template
+    decides about these."""
+    without_effect = CHAT_DEFAULTS | dict.fromkeys(("parse_special", *SPECIAL_FIELDS), False)
+    return chat.decode_fields(
+        {
+            name: value
+            for name, value in parsed.items()
+            if name not in TEXTS_FIELDS and not (name in without_effect and value is without_effect[name])
+        }
+    )
 
 
 def decode_detokenize(body: bytes) -> DetokenizeRequest:
     return json_body.convert(json_body.parse(body), DetokenizeRequest)
 
 
-def encode_tokens(tokens: Sequence[int], context: int | None) -> dict[str, Any]:
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": context}
+def encode_tokens(
+    request: TokenizeRequest, tokens: Sequence[int], context: int | None, texts: Sequence[bytes] | None
+) -> dict[str, Any]:
+    """`texts` are the texts of the tokens, if they are wanted and known."""
+    encoded: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": context}
+    if texts is not None and request.fields.with_pieces:
+        encoded["tokens"] = [{"id": token, "piece": _piece(text)} for token, text in zip(tokens, texts, strict=True)]
+    if texts is not None and request.fields.return_token_strs:
+        encoded["token_strs"] = [text.decode("utf-8", "replace") for text in texts]
+    return encoded
+
+
+def _piece(text: bytes) -> str | list[int]:
+    """Return the text of a token, or its bytes if it is part of a character."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return list(text)
 
 
 def encode_text(text: str) -> dict[str, Any]:

@@ -29,10 +29,13 @@ def _generation_paths(protocols: Iterable[WireProtocol]) -> Iterator[tuple[str, 
 PATHS: dict[str, Methods[App]] = {
     "/": {"GET": Route(models.root, is_open=True)},
     "/health": {"GET": Route(models.health, is_open=True)},
+    "/ping": {"GET": Route(models.health, is_open=True)},
+    "/version": {"GET": Route(models.version, is_open=True)},
     "/ready": {"GET": Route(models.ready, is_open=True)},
     "/v1/models": {"GET": Route(models.list_models)},
     **dict(_generation_paths(PROTOCOLS.values())),
     "/v1/chat/completions/render": {"POST": Route(tokens.render)},
+    "/v1/chat/completions/input_tokens": {"POST": Route(tokens.chat_count)},
     "/v1/messages/count_tokens": {"POST": Route(tokens.messages_count, family=ANTHROPIC)},
     RESPONSES_PATH: {
         "POST": SharedRoute(responses.create, PREFIX, OPENAI),

@@ -129,9 +129,13 @@ class LlamaModel:
                 start = match.start()
         return tokens + self._tokenize(text[start:], special)
 
-    def tokenize_text(self, text: str) -> list[int]:
-        """Tokenize plain content and add the vocabulary's begin and end tokens."""
-        return self._tokenize(text, special=False, add_special=True)
+    def tokenize_text(self, text: str, special: bool = False) -> list[int]:
+        """Tokenize a text and add the vocabulary's begin and end tokens."""
+        if not special:
+            return self._tokenize(text, special=False, add_special=True)
+        frame = self._tokenize("", special=False, add_special=True)
+        begin = 0 if len(frame) == 1 and frame[0] != self.bos else 1
+        return [*frame[:begin], *self.tokenize(text, special=True), *frame[begin:]]
 
     @cached_property
     def _control_texts(self) -> re.Pattern[str]:

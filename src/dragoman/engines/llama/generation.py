@@ -21,7 +21,7 @@ import numpy as np
 
 from dragoman.core.errors import EngineFailed
 from dragoman.core.events import Detokenizer, Event, TextDelta, TokenLogprob
-from dragoman.core.request import GenerationRequest
+from dragoman.core.request import GenerationRequest, Logprobs
 from dragoman.engines.llama.binding import Context, LlamaModel
 from dragoman.engines.llama.options import LlamaOptions
 from dragoman.engines.llama.sampling import (
@@ -58,7 +58,7 @@ class Generation(TokenGeneration):
         self.model = model
         self.sampling = sampling
         self.limit = settings.limit
-        self.logprobs = request.logprobs
+        self.logprobs = request.logprobs or Logprobs(top=None)
         self.stop_tokens = frozenset(request.stop_token_ids)
         self.ends = frozenset() if request.ignore_eos else model.ends
         self.masked_ends = sorted(model.ends) if request.ignore_eos else []
@@ -69,7 +69,7 @@ class Generation(TokenGeneration):
 
     def read_prompt(self, context: Context, chunk: Chunk, first_row: int) -> None:
         """Record the log probabilities of the prompt tokens that the chunk's rows predict."""
-        prompt, text, top = self.job.prompt, self.model.pieces.__getitem__, self.logprobs.top if self.logprobs else 0
+        prompt, text, top = self.job.prompt, self.model.pieces.__getitem__, self.logprobs.prompt or 0
         if chunk.start == 0:
             self.prompt_logprobs.append(TokenLogprob(prompt[0], text(prompt[0]), None))
         for row, token in enumerate(prompt[chunk.start + 1 : chunk.start + len(chunk.tokens) + 1], first_row):
@@ -138,15 +138,16 @@ class Generation(TokenGeneration):
         if self.sampler is None:
             self.sampler = TokenSampler(self.sampling, self.job.prompt, self.model.vocab_size)
         # Picking writes bias, penalties and mask into the logits.
-        logits = None if self.logprobs is None else context.logits(row).copy()
+        top = self.logprobs.top
+        logits = None if top is None else context.logits(row).copy()
         if self.forced:
             token = self.forced.popleft()
             self.sampler.count(token)
         else:
             token = self.sampler.pick(context, row, self._allowed_tokens())
-        if self.logprobs is None or logits is None:
+        if top is None or logits is None:
             return token, ()
-        return token, (token_logprob(logits, token, self.logprobs.top, self.model.pieces.__getitem__),)
+        return token, (token_logprob(logits, token, top, self.model.pieces.__getitem__),)
 
     def _allowed_tokens(self) -> TokenMask | None:
         if self.guide is None:
@@ -189,6 +190,7 @@ class LlamaRequestBuilder(RequestBuilder[Generation]):
             prompt=prompt.tokens,
             limit=self.max_reply_tokens(request, len(prompt.tokens)),
             prompt_text=self.prompt_text(request),
+            shows_prompt=request.delivery.token_ids,
             guide=None if constrained is None else constrained.guide,
             checks=() if shape is None else shape.checks,
             calls=shape is not None and shape.calls,
@@ -196,7 +198,7 @@ class LlamaRequestBuilder(RequestBuilder[Generation]):
             thinking=prompt.opener is not None,
             ignored=(*prompt.ignored, *(() if shape is None else shape.relaxed)),
         )
-        prompt_outputs = request.logprobs is not None and request.logprobs.prompt
+        prompt_outputs = request.logprobs is not None and request.logprobs.prompt is not None
         job = Job(next(self._ids), prompt.tokens, prompt_outputs, request.principal, request.keep_seconds)
         sampling = complete_sampling(request.sampling, self.defaults, self.model.suppressed)
         # Indexing a long prompt takes time, so it is not done in the compute thread.

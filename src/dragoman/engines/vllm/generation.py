@@ -174,19 +174,19 @@ class VllmGeneration(TokenGeneration):
 
     def _logprobs(self, output: StepOutput, at: int) -> tuple[TokenLogprob, ...]:
         asked, found = self.settings.logprobs, output.new_logprobs
-        if asked is None or found is None:
+        if asked is None or asked.top is None or found is None:
             return ()
         return (self._to_logprob(found[0][at].tolist(), found[1][at].tolist(), asked.top),)
 
     def _prompt_logprobs(self, output: StepOutput) -> tuple[TokenLogprob, ...]:
         asked, found = self.settings.logprobs, output.new_prompt_logprobs_tensors
-        if asked is None or found is None:
+        if asked is None or asked.prompt is None or found is None:
             return ()
         rows = zip(found[0].tolist(), found[1].tolist(), strict=True)
         first = self.settings.prompt[0]
         return (
             TokenLogprob(first, self.vocabulary.pieces[first], None),
-            *(self._to_logprob(tokens, values, asked.top) for tokens, values in rows),
+            *(self._to_logprob(tokens, values, asked.prompt) for tokens, values in rows),
         )
 
     def _to_logprob(self, tokens: Sequence[int], values: Sequence[float], top: int) -> TokenLogprob:

@@ -95,6 +95,7 @@ class VllmRequestBuilder(RequestBuilder[VllmGeneration]):
             head=head,
             logprobs=request.logprobs,
             prompt_text=self.prompt_text(request),
+            shows_prompt=request.delivery.token_ids,
             guide=guide,
             checks=() if shape is None else shape.checks,
             calls=shape is not None and shape.calls,
@@ -130,7 +131,7 @@ class VllmRequestBuilder(RequestBuilder[VllmGeneration]):
             ignore_eos=request.ignore_eos and not is_constrained,
             max_tokens=max(limit, 1),
             logprobs=None if logprobs is None else logprobs.top,
-            prompt_logprobs=None if logprobs is None or not logprobs.prompt else logprobs.top,
+            prompt_logprobs=None if logprobs is None else logprobs.prompt,
             detokenize=False,
             skip_clone=True,
         )

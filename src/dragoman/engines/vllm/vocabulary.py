@@ -164,9 +164,10 @@ class HfVocabulary:
     def tokenize(self, text: str, special: bool) -> list[int]:
         return (self._special_cache if special else self._plain_cache).encode(_replace_surrogates(text))
 
-    def tokenize_text(self, text: str) -> list[int]:
-        """Tokenize content, with the BOS and EOS tokens of the vocabulary."""
-        return list(self._plain_encoder.encode(_replace_surrogates(text)).ids)
+    def tokenize_text(self, text: str, special: bool = False) -> list[int]:
+        """Tokenize a text, with the BOS and EOS tokens of the vocabulary."""
+        encoder = self._special_encoder if special else self._plain_encoder
+        return list(encoder.encode(_replace_surrogates(text)).ids)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         if self.kind is None:

@@ -159,7 +159,9 @@ def _response_format(constraint: Constraint | None) -> dict[str, Any]:
 
 
 def _logprobs(requested: Logprobs | None) -> dict[str, Any]:
-    return {} if requested is None else {"logprobs": True, "top_logprobs": requested.top or None}
+    return (
+        {} if requested is None or requested.top is None else {"logprobs": True, "top_logprobs": requested.top or None}
+    )
 
 
 class _PlainDelta(msgspec.Struct, forbid_unknown_fields=True):

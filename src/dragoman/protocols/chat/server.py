@@ -32,7 +32,6 @@ from dragoman.core.features import Feature
 from dragoman.core.reply import Choice, Reply
 from dragoman.core.request import (
     Asked,
-    Delivery,
     GenerationRequest,
     Logprobs,
     Message,
@@ -43,6 +42,7 @@ from dragoman.core.request import (
 )
 from dragoman.protocols import json_body, openai, response_format, thinking
 from dragoman.protocols.chat import tools
+from dragoman.protocols.reply_extras import encode_prompt_logprobs, encode_timings
 
 MAX_TEMPLATE_OPTIONS = 32
 MAX_OPTION_BYTES = 4096
@@ -76,12 +76,13 @@ class ChatMessage(msgspec.Struct, frozen=True):
     thinking_blocks: list[dict[str, Any]] | None = None
 
 
-class ChatFields(openai.SamplingFields, frozen=True, kw_only=True):
+class ChatFields(openai.TextFields, frozen=True, kw_only=True):
     messages: list[ChatMessage]
-    max_tokens: openai.Count | None = None
-    max_completion_tokens: openai.Count | None = None
+    max_tokens: openai.ReplyLimit | None = None
+    max_completion_tokens: openai.ReplyLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     chat_template: Any = None
     documents: list[dict[str, Any]] | None = None
     metadata: dict[str, Any] | None = None
@@ -94,13 +95,17 @@ class ChatFields(openai.SamplingFields, frozen=True, kw_only=True):
 
 LEGACY_TOOLS = Asked(Feature.TOOLS, "functions")
 """Asked for by a request whose reply must report calls as `function_call`."""
-FEATURES = openai.FEATURES | {name: Feature(name) for name in ("logprobs", "documents", "store")}
+FEATURES = openai.FEATURES | {name: Feature(name) for name in ("logprobs", "prompt_logprobs", "documents", "store")}
+FEATURES["return_token_ids"] = Feature.TOKEN_IDS
 OTHER_FIELDS = tools.FIELDS | response_format.FIELDS | thinking.FIELDS
 """Fields that other modules decode."""
 
 
 def decode(body: bytes) -> GenerationRequest:
-    parsed = json_body.parse(body)
+    return decode_fields(json_body.parse(body))
+
+
+def decode_fields(parsed: dict[str, Any]) -> GenerationRequest:
     fields = json_body.convert(parsed, ChatFields)
     if not fields.messages:
         raise BadRequest("messages: at least one message is needed", param="messages")
@@ -113,16 +118,15 @@ def decode(body: bytes) -> GenerationRequest:
     if fields.service_tier not in (None, "auto", "default"):
         asked.append(Asked(Feature.SERVICE_TIER, "service_tier"))
     others = {} if parsed.keys().isdisjoint(OTHER_FIELDS) else _decode_others(parsed, asked)
-    options = fields.stream_options
     return GenerationRequest(
         **openai.decode_common(fields),
         **others,
         messages=tuple(messages),
         documents=tuple(fields.documents or ()),
-        max_tokens=fields.max_completion_tokens or fields.max_tokens,
-        logprobs=Logprobs(fields.top_logprobs or 0) if fields.logprobs else None,
+        max_tokens=openai.decode_reply_limit(fields, "max_completion_tokens", "max_tokens"),
+        logprobs=_logprobs_wanted(fields),
         choices=fields.n or 1,
-        delivery=Delivery(stream=bool(fields.stream), usage=bool(options and options.include_usage)),
+        delivery=openai.decode_delivery(fields),
         asked=tuple(asked),
     )
 
@@ -138,6 +142,12 @@ def _decode_others(parsed: dict[str, Any], asked: list[Asked]) -> dict[str, Any]
         "thinking": thinking.decode(parsed, asked),
         "template_options": _template_options(options, asked) if options else {},
     }
+
+
+def _logprobs_wanted(fields: ChatFields) -> Logprobs | None:
+    if not fields.logprobs and fields.prompt_logprobs is None:
+        return None
+    return Logprobs(fields.top_logprobs or 0 if fields.logprobs else None, fields.prompt_logprobs)
 
 
 def _message(field: ChatMessage, path: str, asked: list[Asked]) -> Message:
@@ -203,6 +213,7 @@ def _template_options(field: dict[str, Any], asked: list[Asked]) -> dict[str, An
 class ChatEncoder(openai.StreamEncoder):
     def __init__(self, request: GenerationRequest, created: int) -> None:
         super().__init__(request, created, "chat.completion.chunk")
+        self._request = request
         self._calls: dict[int, int] = {}
         """The index of the last call of each choice."""
         self._interrupted: dict[int, bool] = {}
@@ -221,6 +232,7 @@ class ChatEncoder(openai.StreamEncoder):
     def _frame(self, choice: int, event: Event) -> bytes:
         logprobs = reason = None
         if isinstance(event, Started):
+            self._extras |= _prompt_extras(self._request, event)
             delta: dict[str, Any] | None = {"role": "assistant", "content": ""}
         elif isinstance(event, Finished):
             self._usages.append(event.usage or Usage())
@@ -228,15 +240,23 @@ class ChatEncoder(openai.StreamEncoder):
         elif isinstance(event, TextDelta):
             delta, logprobs = self._text_delta(choice, event), _logprobs(event.logprobs)
         elif isinstance(event, ReasoningDelta):
-            if not event.text:
-                return b""
-            self._interrupt(choice)
-            delta = {"reasoning_content": event.text, "reasoning": event.text}
+            delta = self._reasoning_delta(choice, event)
         else:
             delta = self._call_delta(choice, event)
+        token_ids = {}
+        if self._delivery.token_ids:
+            token_ids["token_ids"] = tokens = getattr(event, "tokens", ())
+            delta = {} if delta is None and tokens else delta
         if delta is None:
             return b""
-        return self._chunk([{"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
+        entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return self._chunk([entry | token_ids])
+
+    def _reasoning_delta(self, choice: int, event: ReasoningDelta) -> dict[str, Any] | None:
+        if not event.text:
+            return None
+        self._interrupt(choice)
+        return {"reasoning_content": event.text, "reasoning": event.text}
 
     def _text_delta(self, choice: int, event: TextDelta) -> dict[str, Any] | None:
         if not event.text:
@@ -274,23 +294,38 @@ def _finish_reason(reason: FinishReason, legacy: bool) -> str:
     return "function_call" if legacy and reason == "tool_calls" else reason
 
 
+def _prompt_extras(request: GenerationRequest, started: Started) -> dict[str, Any]:
+    """Return the fields of a reply about its prompt."""
+    extras: dict[str, Any] = {}
+    if request.delivery.token_ids:
+        extras["prompt_token_ids"] = started.prompt_ids
+    if request.logprobs is not None and request.logprobs.prompt is not None:
+        extras["prompt_logprobs"] = encode_prompt_logprobs(started.prompt_logprobs)
+    return extras
+
+
 def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict[str, Any]:
     legacy = LEGACY_TOOLS in request.asked
+    first, delivery = reply.choices[0], request.delivery
     return {
         "id": request.id,
         "object": "chat.completion",
         "created": created,
         "model": request.model,
+        "system_fingerprint": openai.FINGERPRINT,
         "choices": [
             {
                 "index": choice.index,
                 "message": _reply_message(choice, legacy),
                 "logprobs": _logprobs(choice.logprobs),
                 "finish_reason": _finish_reason(choice.reason, legacy),
+                **({"token_ids": choice.tokens} if delivery.token_ids else {}),
             }
             for choice in reply.choices
         ],
         "usage": openai.encode_usage(reply.usage),
+        **_prompt_extras(request, first.started),
+        **({"timings": encode_timings(first)} if delivery.timings else {}),
     }
 
 

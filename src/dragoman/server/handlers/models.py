@@ -31,6 +31,10 @@ async def root(app: App, exchange: HttpExchange) -> None:
     await exchange.response.send_json({"name": "dragoman", "version": __version__})
 
 
+async def version(app: App, exchange: HttpExchange) -> None:
+    await exchange.response.send_json({"version": __version__})
+
+
 async def health(app: App, exchange: HttpExchange) -> None:
     await exchange.response.send_json({"status": "ok"})
 

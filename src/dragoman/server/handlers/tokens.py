@@ -1,11 +1,11 @@
 """Handlers that render prompts, count tokens, tokenize and detokenize. They need the engine, but no slot."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
 
-from dragoman.core.engine import Engine, call_engine
+from dragoman.core.engine import Engine, RenderedPrompt, call_engine
 from dragoman.core.errors import NotSupported
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked, GenerationRequest
@@ -20,10 +20,19 @@ from dragoman.server.http_exchange import HttpExchange, stall_error
 async def render(app: App, exchange: HttpExchange) -> None:
     decoded = await exchange.read_body(app.settings.limits, PROTOCOLS["chat"].decode)
     async with _engine(app, exchange, decoded.model, decoded.asked) as (engine, model):
-        if Feature.RENDER not in engine.supports():
-            raise NotSupported(f"model '{model}' cannot show its prompts")
-        shown = await call_engine(engine.render, _complete(decoded, exchange, model))
+        shown = await _render(engine, _complete(decoded, exchange, model))
     await exchange.response.send_json(wire_tokens.encode_prompt(model, shown.text, shown.tokens, shown.format))
+
+
+async def _render(engine: Engine, request: GenerationRequest) -> RenderedPrompt:
+    if Feature.RENDER not in engine.supports():
+        raise NotSupported(f"model '{request.model}' cannot show its prompts")
+    return await call_engine(engine.render, request)
+
+
+async def chat_count(app: App, exchange: HttpExchange) -> None:
+    decoded = await exchange.read_body(app.settings.limits, PROTOCOLS["chat"].decode)
+    await exchange.response.send_json(messages.encode_count(await count_prompt(app, exchange, decoded)))
 
 
 async def messages_count(app: App, exchange: HttpExchange) -> None:
@@ -47,11 +56,23 @@ def _complete(decoded: GenerationRequest, exchange: HttpExchange, model: str) ->
 
 async def tokenize(app: App, exchange: HttpExchange) -> None:
     decoded = await exchange.read_body(app.settings.limits, wire_tokens.decode_tokenize)
-    async with _engine(app, exchange, decoded.model or "") as (engine, model):
-        _check_tokenizer(engine, model)
-        tokens = await call_engine(engine.tokenize, decoded.text, decoded.parse_special)
+    async with _engine(app, exchange, decoded.fields.model or "", decoded.asked) as (engine, model):
+        tokens = await _tokenize(engine, model, decoded, exchange)
+        wants_texts = decoded.asks_for(Feature.TOKEN_TEXTS) and Feature.TOKEN_TEXTS in engine.supports()
+        texts = await call_engine(engine.token_texts, tokens) if wants_texts else None
         context = next((info.context for info in engine.models() if info.name == model), None)
-    await exchange.response.send_json(wire_tokens.encode_tokens(tokens, context))
+    await exchange.response.send_json(wire_tokens.encode_tokens(decoded, tokens, context, texts))
+
+
+async def _tokenize(
+    engine: Engine, model: str, decoded: wire_tokens.TokenizeRequest, exchange: HttpExchange
+) -> Sequence[int]:
+    if decoded.chat is not None:
+        return (await _render(engine, _complete(decoded.chat, exchange, model))).tokens
+    _check_tokenizer(engine, model)
+    adds_special = decoded.asks_for(Feature.ADD_SPECIAL) and Feature.ADD_SPECIAL in engine.supports()
+    method = engine.tokenize_text if adds_special else engine.tokenize
+    return await call_engine(method, decoded.text, bool(decoded.fields.parse_special))
 
 
 async def detokenize(app: App, exchange: HttpExchange) -> None:
