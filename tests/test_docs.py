@@ -132,6 +132,20 @@ def test_configuration_is_accepted(block: Block, tmp_path: Path, monkeypatch: py
     load(str(file), Flags(), {})
 
 
+INSTALLING = re.compile(r"\b(pip install|make)\b")
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "sh"], ids=str)
+def test_install_lines_can_be_pasted_into_zsh(block: Block) -> None:
+    """An interactive zsh has no comments, and takes unquoted brackets for a pattern of file names."""
+    for line in block.code.splitlines():
+        if INSTALLING.search(line):
+            unquoted = re.sub(r"'[^']*'|\"[^\"]*\"", "", line)
+            assert not set("#[]*?") & set(unquoted)
+            # The package is installed from the checkout, not from an index.
+            assert "dragoman[" not in line
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path, minilm_path: Path) -> Iterator[Running]:
     scripted = next(block for block in CONFIGS if block.page.name == "testing.md")

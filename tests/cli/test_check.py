@@ -9,6 +9,7 @@ import pytest
 from dragoman.cli import main
 from tests.cli.test_cli import refused, run
 from tests.engines.lora_files import write_adapter
+from tests.support.gguf_files import tensor, with_tensors
 
 Check = Callable[[str], list[str]]
 ERROR, WARNING = "dragoman: dragoman.yaml:", "dragoman: warning: dragoman.yaml:"
@@ -94,6 +95,39 @@ def test_errors(tmp_path: Path, check: Check, written: str) -> None:
 def test_error_of_flag_has_no_line(tmp_path: Path) -> None:
     (tmp_path / "dragoman.yaml").write_text("models: {a: {engine: scripted}}\nevent_log: e.jsonl\n")
     assert refused(run(tmp_path, "serve", "--event-log", "none/e")) == "--event-log none/e: there is no folder none"
+
+
+def test_no_file_is_reported(tmp_path: Path) -> None:
+    done = run(tmp_path, "check")
+    assert (done.returncode, done.stderr) == (0, "")
+    missing = "there is no configuration file (--config FILE, $DRAGOMAN_CONFIG or ./dragoman.yaml)"
+    assert done.stdout == f"{missing}; the defaults are valid; models: smollm2\n"
+
+
+def test_public_address_without_keys(check: Check) -> None:
+    written = "models: {a: {engine: scripted}}\nhost: 0.0.0.0\n"
+    (line,) = check(written)
+    assert line.startswith(f"{ERROR}2: host: 0.0.0.0 can be reached from other machines, and no API key is set; ")
+    assert check(written + "api_keys: [secret]\n") == []
+
+
+@pytest.mark.parametrize("kind", ["missing", "cut off"])
+def test_only_the_default_model_needs_its_file_to_start(tmp_path: Path, check: Check, kind: str) -> None:
+    content = with_tensors(tensor("a", 64))
+    message = "no file broken.gguf"
+    if kind == "cut off":
+        (tmp_path / "broken.gguf").write_bytes(content[:-10])
+        message = (
+            f"broken.gguf is not a GGUF file: it is cut off: it has {len(content) - 10} bytes, and its tensors need "
+        )
+    written = "models:\n  a: {engine: scripted}\n  b: ./broken.gguf\n"
+    (line,) = check(written)
+    assert line.startswith(f"{ERROR}3: models.b: {message}")
+    done = run(tmp_path, "serve", "--port", "0", stub_server=True)
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == [line.replace(ERROR, WARNING)]
+    (line,) = check(f"{written}default: b\n")
+    assert run(tmp_path, "serve", "--port", "0").stderr.splitlines() == [line]
 
 
 def test_warnings_about_unused_settings(check: Check) -> None:

@@ -1,6 +1,7 @@
 """`dragoman models`, run as a command."""
 
 import json
+import re
 import ssl
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,10 @@ def test_table_is_aligned_and_omits_empty_columns() -> None:
 
 
 def test_built_in_model_without_configuration(tmp_path: Path) -> None:
+    (tmp_path / "dragoman.yaml").write_text(f"port: {free_port()}\n")
     done = run(tmp_path, "models")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert re.fullmatch(r"the server at http://127\.0\.0\.1:\d+ does not answer; models of .*:\n", done.stderr)
     head, row = done.stdout.splitlines()
     assert head.split() == ["NAME", "ENGINE", "FORMAT", "SOURCE", "STATE"]
     assert row.split()[:2] == ["smollm2", "llama"]
@@ -128,6 +131,7 @@ def test_server_at_the_configured_address(tmp_path: Path) -> None:
     with serving(tmp_path, config) as running:
         (tmp_path / "dragoman.yaml").write_text(f"port: {running.port}\nmodels: {{other: ./m.gguf}}\n")
         assert set(listed(tmp_path)) == {"first", "org/b"}
+        assert run(tmp_path, "models").stderr == f"models of the server at {running.url}:\n"
         assert set(listed(tmp_path, "--configured")) == {"other"}
         row = json.loads(run(tmp_path, "models", "load", "org/b", "--json").stdout)
         assert (row["name"], row["state"], row["slots"]) == ("org/b", "ready", 3)

@@ -266,7 +266,7 @@ ERRORS = {
     "telemetry:\n  traces: {endpoint: nowhere}": "2: telemetry.traces.endpoint: expected an address, as "
     "http://127.0.0.1:4318/v1/traces, got 'nowhere'",
     "telemetry: {log_level: loud, traces: {endpoint: x}}": "1: telemetry.log_level: invalid enum value 'loud'; "
-    "expected debug or info or warning or error\ndragoman.yaml:1: telemetry.traces.endpoint: expected an address, as "
+    "expected debug, info, warning or error\ndragoman.yaml:1: telemetry.traces.endpoint: expected an address, as "
     "http://127.0.0.1:4318/v1/traces, got 'x'",
     "tls: {certificate: x}": "1: tls: key is missing",
     "tls: yes": "1: tls: expected mapping | null, got bool",

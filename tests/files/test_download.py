@@ -123,7 +123,7 @@ def test_invalid_file_is_deleted(site: Site, home: Path, content: bytes | None, 
         site.files["/models/m.gguf"] = content
     with pytest.raises(ConfigError, match=message):
         sources.fetch(f"{site.url}/models/m.gguf{fragment}")
-    assert visible_files(home) == []
+    assert list(home.rglob("*")) == []
 
 
 def test_password_in_address_is_not_shown(site: Site) -> None:
@@ -168,6 +168,17 @@ def test_concurrent_downloads_share_one_file(site: Site) -> None:
         paths = list(pool.map(sources.fetch, [f"{site.url}/models/m.gguf"] * 2))
     assert paths[0] == paths[1]
     assert len(site.heads) == 1
+    assert sorted(path.name for path in paths[0].parent.iterdir()) == [".m.gguf.json", "m.gguf"]
+
+
+def test_concurrent_downloads_that_are_refused_leave_no_files(site: Site, home: Path) -> None:
+    def refuse(source: str) -> None:
+        with pytest.raises(ConfigError, match="404 Not Found"):
+            sources.fetch(source)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(refuse, [f"{site.url}/models/none.gguf"] * 8))
+    assert [path for path in home.rglob("*") if path.is_file()] == []
 
 
 def test_all_parts_of_a_split_model(site: Site) -> None:

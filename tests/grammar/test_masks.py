@@ -176,10 +176,19 @@ def follow_random_text(guide: Guide, count: int) -> None:
 
 def test_grammar_that_becomes_too_complex_is_recompiled_for_the_next_reply() -> None:
     cache = grammars()
-    with pytest.raises(InvalidSchema, match="too many states") as raised:
+    with pytest.raises(InvalidSchema, match="smaller repetitions") as raised:
         follow_random_text(guide_for(cache, constraint=BRANCHING), 200_000)
     assert raised.value.param == "constraint"
     follow_random_text(guide_for(cache, constraint=BRANCHING), 50)
+
+
+def test_error_of_right_recursive_grammar_says_what_to_change() -> None:
+    guide = guide_for(grammars(), constraint=Grammar('start: s\ns: "a" s | "a" t | ""\nt: "a" s | "a" t | ""'))
+    with pytest.raises(InvalidSchema) as raised:
+        walk_through(guide, "a" * 3000)
+    problem = f"after {guide.tokens} tokens the reply can no longer be constrained: too complex: too many rules fit"
+    assert raised.value.message.startswith(f"constraint: {problem} the text; use fewer alternatives")
+    assert "left recursion (`list: item | list item`)" in raised.value.message
 
 
 def test_ambiguous_grammar_fails_its_reply_within_its_time_limit() -> None:

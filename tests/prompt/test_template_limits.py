@@ -8,6 +8,7 @@ import pytest
 from dragoman.core.errors import ConfigError, EngineFailed
 from dragoman.core.request import GenerationRequest, Message, Text
 from dragoman.prompt import ChatTemplate
+from dragoman.prompt.template_limits import TemplateLimitError, check_time, limit_rendering
 
 CHAT = GenerationRequest(messages=(Message("user", (Text("hello"),)),))
 MANY = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
@@ -117,6 +118,17 @@ def test_rendering_time_limit(source: str) -> None:
     template = ChatTemplate(ONLY_HELLO % source, bos="", eos="", control=[], seconds=0.3)
     with pytest.raises(EngineFailed, match=r"the model's chat template failed: limit exceeded: more than 0\.3 s"):
         template.render(CHAT)
+
+
+def test_time_of_other_threads_does_not_count() -> None:
+    with limit_rendering(0.2):
+        time.sleep(0.5)
+        assert check_time()
+        end = time.thread_time() + 0.3
+        while time.thread_time() < end:
+            pass
+        with pytest.raises(TemplateLimitError, match=r"more than 0\.2 s"):
+            check_time()
 
 
 @pytest.mark.parametrize("source", (LARGE | TREES | STEPS).values(), ids=LARGE | TREES | STEPS)

@@ -1,6 +1,6 @@
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
@@ -118,3 +118,29 @@ def test_default_limit_allows_2048_inputs_of_512_token_ids() -> None:
     assert Limits().body_elements == json_body.MAX_ELEMENTS
     text = json.dumps({"input": [[50_000] * 512] * 2048, "model": "minilm"}).encode()
     assert not json_body.has_more_elements(text, json_body.MAX_ELEMENTS)
+
+
+class Call(msgspec.Struct):
+    mode: Literal["fast", "slow"] | int | None = None
+
+
+class Body(msgspec.Struct):
+    kind: Literal["a"] = "a"
+    calls: list[Call] | str = ""
+    named: dict[str, Call] = {}
+    after: Annotated[Literal["x", "y"] | None, msgspec.Meta(description="")] = None
+
+
+@pytest.mark.parametrize(
+    ("parsed", "message"),
+    [
+        ({"kind": "b"}, "kind: invalid enum value 'b'; expected a"),
+        ({"calls": [{}, {"mode": "off"}]}, "calls[1].mode: invalid enum value 'off'; expected fast or slow"),
+        ({"named": {"z": {"mode": "off"}}}, "named[...].mode: invalid enum value 'off'; expected fast or slow"),
+        ({"after": "z"}, "after: invalid enum value 'z'; expected x or y"),
+    ],
+)
+def test_error_of_an_enum_lists_its_values(parsed: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        json_body.convert(parsed, Body)
+    assert raised.value.message == message

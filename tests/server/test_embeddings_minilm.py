@@ -88,3 +88,32 @@ def test_disconnect_stops_embedding(server: Running, client: OpenAI) -> None:
         impatient.embeddings.create(model="smollm2", input=["word " * 900] * 200)
     assert eventually(lambda: any(event.get("status") == 499 for event in server.events()))
     assert vectors(client, ["short"], "smollm2")
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [("/v1/chat/completions", "messages"), ("/v1/messages", "messages"), ("/v1/responses", "input")]
+)
+def test_error_of_a_chat_with_an_embedding_model_names_the_route_for_embeddings(
+    http: httpx.Client, path: str, field: str
+) -> None:
+    body = {"model": "minilm", "max_tokens": 5, field: [{"role": "user", "content": "hello"}]}
+    message = http.post(path, json=body).json()["error"]["message"]
+    assert "model 'minilm' makes embeddings only; use /v1/embeddings, or another model" in message
+
+
+def test_error_of_an_image_for_a_model_that_reads_only_text(http: httpx.Client) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    response = http.post(
+        "/v1/chat/completions", json={"model": "smollm2", "messages": [{"role": "user", "content": [image]}]}
+    )
+    refused(response, 501, param="messages[0].content[0]")
+    assert (
+        "model 'smollm2' does not accept images; remove messages[0].content[0]" in response.json()["error"]["message"]
+    )
+
+
+def test_error_of_an_unknown_model_suggests_an_alias_for_it(http: httpx.Client) -> None:
+    for name, target in (("gpt-4o", "smollm2"), ("my-embed-3", "minilm"), ("it's", None)):
+        message = http.post("/v1/embeddings", json={"model": name, "input": "x"}).json()["error"]["message"]
+        alias = f"{name}={target}" if target else "NAME=smollm2"
+        assert message.endswith(f"Start with --alias '{alias}' to map it.")

@@ -27,6 +27,27 @@ def test_wrong_method(client: httpx.Client, method: str, path: str, allow: str) 
     assert response.headers["allow"] == allow
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", CHAT),
+        ("/v1/v1/chat/completions", CHAT),
+        ("/v1/chat/completion", CHAT),
+        ("/api/v1/messages/", "/v1/messages"),
+        ("/embeddings", "/v1/embeddings"),
+        ("/v1/tokenize", "/tokenize"),
+    ],
+)
+def test_error_of_a_wrong_base_url_names_the_path_that_was_meant(client: httpx.Client, path: str, meant: str) -> None:
+    response = client.post(path, json={})
+    refused(response, 404, code="not_found")
+    assert response.json()["error"]["message"] == f"there is nothing at {path}; did you mean {meant}?"
+
+
+def test_error_of_an_unknown_path_suggests_nothing(client: httpx.Client) -> None:
+    assert client.post("/some/where/else", json={}).json()["error"]["message"] == "there is nothing at /some/where/else"
+
+
 def test_head_request_without_get_route(client: httpx.Client) -> None:
     response = client.head(CHAT)
     assert (response.status_code, response.headers["allow"], response.content) == (405, "POST", b"")

@@ -39,6 +39,18 @@ def test_quantiles() -> None:
     assert histogram.quantile(1.0) == 4.0
 
 
+@given(st.lists(st.floats(0, 1), min_size=1), st.sampled_from([0.5, 0.95, 0.99]))
+def test_quantiles_are_consistent_with_the_mean(values: list[float], share: float) -> None:
+    histogram = Histogram(GAPS)
+    for value in values:
+        histogram.add(value)
+    quantile = histogram.quantile(share)
+    assert quantile is not None
+    assert quantile * (1 - share) <= histogram.total / histogram.count * 1.000001
+    if len(values) == 1:
+        assert quantile == values[0]
+
+
 def test_recent_rate_covers_one_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from dragoman.cli.common import Commands, add_command, load_config
+from dragoman.config.loading import FILE_NAME
 from dragoman.core.errors import ConfigError
 
 EXAMPLES = """\
@@ -26,14 +27,18 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config)
     # Imported late: errors in the configuration file itself need no server modules.
-    from dragoman.server.preflight_checks import find_diagnostics
+    from dragoman.server.preflight_checks import find_diagnostics, find_exposure
 
-    found = find_diagnostics(config.settings)
+    found = [*find_diagnostics(config.settings), *find_exposure(config.settings)]
     errors = [diagnostic for diagnostic in found if diagnostic.level != "warning"]
     if errors:
         raise ConfigError(*config.locations.format(errors))
     for warning in config.locations.format(found):
         print(f"dragoman: warning: {warning}", file=sys.stderr)
     names = ", ".join(name for model in config.settings.models for name in model.names)
-    print(f"the configuration is valid; models: {names or 'those of the models directory'}")
+    missing = (
+        f"there is no configuration file (--config FILE, $DRAGOMAN_CONFIG or ./{FILE_NAME}); the defaults are valid"
+    )
+    result = "the configuration is valid" if config.locations.file else missing
+    print(f"{result}; models: {names or 'those of the models directory'}")
     return 0

@@ -11,7 +11,7 @@ import msgspec
 
 from dragoman.cli import admin_client
 from dragoman.cli.admin_client import AdminClient
-from dragoman.cli.common import Commands, add_command, format_table, load_config
+from dragoman.cli.common import Commands, add_command, format_table, load_config, print_progress
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.quantities import format_size
 from dragoman.config.settings import Settings
@@ -78,9 +78,13 @@ def _list_rows(arguments: argparse.Namespace) -> list[Row]:
     settings = load_config(arguments.config).settings
     server = admin_client.from_settings(settings, arguments.api_key)
     if not arguments.configured and server.is_running():
-        return _list_served(server)
+        rows = _list_served(server)
+        print_progress(f"models of {server.address}:")
+        return rows
     if arguments.api_key is not None:
         raise ConfigError("--api-key is for a running server: give its --url too")
+    if not arguments.configured:
+        print_progress(f"{server.address} does not answer; models of the configuration:")
     models = find_models(settings)
     return [_configured_row(model.spec, model.name) for model in models if model.spec is not None]
 

@@ -99,7 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
     from dragoman.server import serve
     from dragoman.server.preflight_checks import check_exposure, check_listen_address, find_diagnostics
 
-    _raise_errors(config, [found for found in find_diagnostics(settings) if found.level == "error"])
+    diagnostics = find_diagnostics(settings)
+    _raise_errors(config, [found for found in diagnostics if found.level == "error"])
     check_exposure(settings)
     check_listen_address(settings)
     _fetch_models(settings)
@@ -118,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         running = new.settings
         return running
 
-    serve.run(settings, engines, reload, config.locations.format(find_diagnostics(settings)))
+    serve.run(settings, engines, reload, config.locations.format(diagnostics))
     return 0
 
 
@@ -161,18 +162,18 @@ def _raise_errors(config: LoadedConfig, errors: Sequence[Diagnostic]) -> None:
 
 def _fetch_models(settings: Settings) -> None:
     """Download the default model. The others are downloaded on their first request."""
-    default = settings.default or (settings.models[0].name if settings.models else "")
     for model in settings.models:
-        if model.file is None:
-            continue
+        is_default = model is settings.default_model
         try:
-            is_present = sources.locate(model.file) is not None
-            if not is_present and default.lower() in (name.lower() for name in model.names):
+            if model.file is None or sources.locate(model.file) is not None:
+                continue
+            if is_default:
                 sources.fetch(model.file, print_progress)
-                is_present = True
+                continue
         except ConfigError as error:
-            raise ConfigError(f"model {model.name}: {error}") from error
-        if not is_present:
-            print_progress(
-                f"model {model.name} will be downloaded on its first request ({remove_credentials(model.file)})"
-            )
+            if is_default:
+                raise ConfigError(f"model {model.name}: {error}") from error
+            # The server logs what is wrong with the other models.
+            continue
+        source = remove_credentials(model.file)
+        print_progress(f"model {model.name} will be downloaded on its first request ({source})")

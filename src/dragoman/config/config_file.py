@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 import msgspec
 import yaml
 
 from dragoman.config.diagnostics import Diagnostic, Locations
+from dragoman.core.choices import describe_choices
 from dragoman.core.errors import ConfigError, parse_validation_error
 from dragoman.files.sources import is_path
 
@@ -115,16 +116,9 @@ class ConfigFile:
         if message.startswith("expected "):
             message = message.replace("`", "").replace("object", "mapping").replace("array", "list")
         elif message.startswith("invalid enum value"):
-            message += f"; expected {' or '.join(map(str, _choices(target)))}"
+            message += describe_choices(target, path)
         self.add_error((key + path).lstrip("."), message)
         return None
-
-
-def _choices(target: Any) -> list[Any]:
-    """Return the values of all literals in a type."""
-    if get_origin(target) is Literal:
-        return list(get_args(target))
-    return [choice for inner in get_args(target) for choice in _choices(inner)]
 
 
 def read_config_file(path: str | None, flags: Mapping[str, str]) -> ConfigFile:

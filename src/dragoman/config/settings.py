@@ -79,6 +79,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls: Tls | None = None
 
     @property
+    def default_model(self) -> ModelSpec | None:
+        """The configured model for requests without a model name; None if there is none in `models`."""
+        if self.default is None:
+            return next(iter(self.models), None)
+        name = self.default.lower()
+        return next((spec for spec in self.models if spec.includes(name) or name in map(str.lower, spec.names)), None)
+
+    @property
     def folders(self) -> tuple[Path, ...]:
         """The directories to search for models without an entry."""
         if self.models_dir is None:

@@ -12,7 +12,8 @@ Rules
 5. Credentials go only to the scheme, host and port they were given for, even after a redirect. Redirects lead only to
    http and https, and at most `MAX_REDIRECTS` are followed. No file and no message contains credentials
    or the query of an address.
-6. A download ends: the server must answer within `TIMEOUT_SECONDS`, then send at least `MIN_BYTES` in each such
+6. A download that fails leaves nothing, except the bytes from which the next one can resume.
+7. A download ends: the server must answer within `TIMEOUT_SECONDS`, then send at least `MIN_BYTES` in each such
    period. The body is no longer than announced, and `RESERVED_BYTES` of the disk stay free.
 """
 
@@ -27,7 +28,7 @@ import shutil
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 from urllib.parse import urlsplit, urlunsplit
@@ -101,25 +102,57 @@ def hash_file(path: Path) -> str:
 
 def download_file(download: Download, progress: Progress) -> Path:
     """Download the file to its path. Do not call this in a thread with a running event loop."""
-    download.path.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(download.path):
-        if is_intact(download.path, download.sha256):
-            return download.path
-        part = _sibling(download.path, "part")
+    path = download.path
+    missing = [folder for folder in path.parents if not folder.exists()]
+    try:
+        with _lock(path):
+            if not is_intact(path, download.sha256):
+                _download_locked(download, progress)
+    finally:
+        for folder in missing:
+            with suppress(OSError):
+                # Fails if the folder has files.
+                folder.rmdir()
+    return path
+
+
+def _download_locked(download: Download, progress: Progress) -> None:
+    part = _sibling(download.path, "part")
+    try:
         _download_part(download, part, progress)
         digest = _verify(download, part)
         part.replace(download.path)
         size = download.path.stat().st_size
         _write_state(download.path, DownloadState(_hash_url(download.url), sha256=digest, size=size))
-        _sibling(part, "json").unlink(missing_ok=True)
-    return download.path
+    finally:
+        if not part.is_file() or not part.stat().st_size:
+            part.unlink(missing_ok=True)
+            _sibling(part, "json").unlink(missing_ok=True)
 
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    with _sibling(path, "lock").open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    """Wait for the lock file, and remove it at the end. A process that waited for a removed file locks a new one."""
+    file = _sibling(path, "lock")
+    is_current = False
+    while not is_current:
+        with _create(file) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            is_current = file.exists() and os.path.samestat(file.stat(), os.fstat(lock.fileno()))
+            if is_current:
+                try:
+                    yield
+                finally:
+                    file.unlink(missing_ok=True)
+
+
+def _create(file: Path) -> BinaryIO:
+    """Open a file in a folder that another download may remove at the same time."""
+    for _ in range(ATTEMPTS):
+        with suppress(FileNotFoundError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            return file.open("wb")
+    raise ConfigError(f"cannot create the folder {file.parent}")
 
 
 def _download_part(download: Download, part: Path, progress: Progress) -> None:
@@ -145,9 +178,8 @@ def _download_part(download: Download, part: Path, progress: Progress) -> None:
         after = part.stat().st_size if part.is_file() else 0
         attempts = 0 if after >= before + MIN_BYTES else attempts + 1
         if attempts >= ATTEMPTS:
-            raise ConfigError(
-                f"{display_source(download.url)}: {reason}; the part received is kept: try again to resume"
-            )
+            kept = "; the part received is kept: try again to resume" if after else ""
+            raise ConfigError(f"{display_source(download.url)}: {reason}{kept}")
         time.sleep(min(2.0, 0.1 * 2**attempts))
 
 
@@ -270,6 +302,7 @@ async def _copy(
                 file.write(block)
                 block = await anext(blocks, None)
                 if file.tell() > (download.size or math.inf):
+                    file.truncate(0)
                     raise ConfigError(
                         f"{display_source(download.url)}: the server sends more than the file's {download.size} bytes"
                     )

@@ -104,6 +104,12 @@ def read_metadata(path: Path, keys: Collection[str] | None = None) -> dict[str, 
     return _read(path, lambda reader: reader.pairs(keys))
 
 
+def check_model(path: Path) -> None:
+    """Raise a ConfigError if the file, or another one of its split model, is not a valid GGUF file."""
+    for part in list_parts(path):
+        read_outline(part)
+
+
 def check_gguf(path: Path, name: str) -> None:
     """Raise a ConfigError if the file, called `name` in the message, is not a valid GGUF file."""
     try:
@@ -157,8 +163,9 @@ class _HeaderReader:
             raise ValueError(f"its alignment is {str(alignment)[:100]}")
         tensors = tuple([self._tensor() for _ in range(self.tensors)])
         data_start = -(-self.at // alignment) * alignment
-        if any(data_start + tensor.offset + tensor.bytes > self.size for tensor in tensors):
-            raise ValueError("it is cut off")
+        needed = max((data_start + tensor.offset + tensor.bytes for tensor in tensors), default=0)
+        if needed > self.size:
+            raise ValueError(f"it is cut off: it has {self.size} bytes, and its tensors need {needed}")
         return Outline(metadata, self.places, tensors, pairs_end, data_start, alignment)
 
     def _tensor(self) -> Tensor:
@@ -231,17 +238,20 @@ class _HeaderReader:
         found = self.file.read(length)
         if len(found) < length:
             # The file was truncated after its size was read.
-            raise ValueError("it is cut off")
+            raise self._cut_off()
         return found
 
     def _skip(self, length: int) -> None:
         self._advance(length)
         self.file.seek(self.at)
 
+    def _cut_off(self) -> ValueError:
+        return ValueError(f"it is cut off: it has {self.size} bytes, and its header needs {self.at} or more")
+
     def _advance(self, length: int) -> None:
         self.at += length
         if self.at > self.size:
-            raise ValueError("it is cut off")
+            raise self._cut_off()
         if self.at > MAX_HEADER_BYTES:
             raise ValueError(f"its header has more than {MAX_HEADER_BYTES >> 20} MiB")
 

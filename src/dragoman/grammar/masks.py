@@ -48,9 +48,19 @@ MAX_SHOWN = 160
 _INVALID_REGEX = re.compile(r'invalid regex ".*"(?= \(in regex\))')
 _ERROR_LINE = re.compile(r"^error: (.+)$", re.MULTILINE)
 
+EXCEEDED_LIMITS = {
+    "items": "too complex: too many rules fit the text; use fewer alternatives and optional parts, or left recursion "
+    "(`list: item | list item`)",
+    "too many states": "too complex: the expressions need too much memory; use fewer and smaller repetitions in them",
+    "fuel": "too complex: the expressions take too much time; use fewer and smaller repetitions in them",
+    "too big": "too complex: too large; use fewer and shorter rules and expressions",
+}
+"""What to do about an exceeded limit, by a part of llguidance's message, which describes its own structures."""
+TOO_SLOW = "too complex: it takes too much time; use fewer alternatives and optional parts"
+
 REJECTED = "doesn't satisfy the grammar"
 """Part of llguidance's error for a token that does not fit."""
-UNWRITABLE = "the model's vocabulary cannot write the required text"
+UNWRITABLE = "the model's vocabulary cannot write the required text; change that text"
 
 CONTROL_PREFIX = b"\xff"
 """Put before the name of a control token so that no text matches it."""
@@ -153,7 +163,7 @@ class Guide:
 
     def _rejection(self, token: int, problem: str) -> DragomanError:
         if REJECTED not in problem:
-            return self._failure(problem)
+            return self._failure(_error_message(problem))
         if not self.is_stale and self.mask[token // 32] >> (token % 32) & 1:
             # The mask allowed the token, because llguidance skips bytes that the vocabulary lacks.
             return self._failure(UNWRITABLE)
@@ -169,7 +179,7 @@ class Guide:
         if self.matcher.is_error():
             self.error = self._failure(_error_message(self.matcher.get_error()))
         elif self.seconds > BASE_SECONDS + self.tokens * TOKEN_SECONDS:
-            self.error = self._failure("the grammar is too complex")
+            self.error = self._failure(TOO_SLOW)
 
     def allowed_tokens(self, size: int) -> NDArray[np.bool_]:
         """Return a boolean for each token: may it come next?"""
@@ -181,7 +191,7 @@ class Guide:
 
     def _failure(self, problem: str) -> InvalidSchema:
         self.compiled.has_failed = True
-        message = f"{self.param}: the reply can no longer be constrained: {problem}; simplify the constraint"
+        message = f"{self.param}: after {self.tokens} tokens the reply can no longer be constrained: {problem}"
         return InvalidSchema(message, param=self.param)
 
     def get_captures(self) -> list[tuple[str, bytes]]:
@@ -229,6 +239,9 @@ def _error_message(text: str) -> str:
     """Return llguidance's message in one line. The reason for an invalid expression is on a later line."""
     if text.startswith("NoExtensionBias"):
         return "no character is allowed"
+    for part, explanation in EXCEEDED_LIMITS.items():
+        if re.search(rf"\b{part}\b", text):
+            return explanation
     invalid, wrong = _INVALID_REGEX.search(text), _ERROR_LINE.search(text)
     return f"{invalid[0][:MAX_SHOWN]}: {wrong[1]}" if invalid and wrong else _first_line(text)
 

@@ -20,6 +20,7 @@ import asyncio
 import difflib
 import fnmatch
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -39,6 +40,10 @@ from dragoman.models.served_model import ServedModel
 MAX_NAME_LENGTH = 200
 LOOK_SECONDS = 2.0
 """The folders are scanned at most this often."""
+EMBEDDING = "embed"
+"""Part of the names of embedding models, such as text-embedding-3-small."""
+ALIAS = re.compile(r"[\w.:/@+-]{1,100}", re.ASCII)
+"""A name that an error suggests as an alias."""
 MAX_LISTED = 20
 """Names in an error message."""
 
@@ -180,9 +185,10 @@ class Catalog:
         try:
             return self.resolve(name)
         except ModelNotFound:
-            if time.monotonic() - self._scanned_at < LOOK_SECONDS:
-                raise
             await self.scan()
+            if EMBEDDING in name.lower():
+                # The error suggests an embedding model.
+                await asyncio.gather(*(model.static_info() for model in self.list_models()))
             return self.resolve(name)
 
     async def scan(self) -> None:
@@ -255,7 +261,11 @@ class Catalog:
         message = f"model {shown!r} is not served here; "
         message += f"did you mean {' or '.join(similar)}? " if similar else ""
         message += f"models: {listed or 'none'} (aliases: {', '.join(self._aliases.targets) or 'none'})."
-        return f"{message} Start with --alias 'NAME={self.default}' to map it." if self.default else message
+        target = self.default
+        if EMBEDDING in name.lower():
+            target = next((model.name for model in self.list_models() if model.is_embedding_model), target)
+        pattern = name if ALIAS.fullmatch(name) else "NAME"
+        return f"{message} Start with --alias '{pattern}={target}' to map it." if target else message
 
     async def stop(self) -> None:
         if self._scan_task is not None:

@@ -10,6 +10,7 @@ import msgspec
 from dragoman.config.model_spec import NO_DEFAULTS, ModelSpec
 from dragoman.core.engine import ModelInfo
 from dragoman.core.errors import ConfigError, DragomanError
+from dragoman.core.features import Feature
 from dragoman.files import sources
 from dragoman.files.discovery import DiscoveredModel, read_description
 from dragoman.files.gguf import read_metadata
@@ -133,6 +134,13 @@ class ServedModel:
         except DragomanError:
             return [self]
         return [ServedModel(info.name, self.host, self.spec) for info in engine.models()]
+
+    @property
+    def is_embedding_model(self) -> bool:
+        """Whether it generates no text, as far as its engine or `static_info` is known."""
+        if self.host.is_known:
+            return Feature.EMBEDDINGS in self.host.supports and Feature.CHAT not in self.host.supports
+        return self._static_info is not None and not self._static_info.generates_text
 
     async def static_info(self) -> StaticInfo:
         """Return what is known before the load; reads the file once, in a thread."""

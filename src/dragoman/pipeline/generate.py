@@ -39,10 +39,13 @@ pressure."""
 SERVER_FEATURES = frozenset({Feature.STOP, Feature.CHOICES, Feature.BEST_OF})
 """Features that the server provides for every engine."""
 
+TEXT_GENERATION = frozenset({Feature.CHAT, Feature.COMPLETION, Feature.TOKEN_PROMPT, Feature.INFILL})
+INPUTS = {Feature.IMAGES: "images", Feature.AUDIO: "audio", Feature.FILES: "files"}
+"""Kinds of content besides text, as errors call them."""
 ESSENTIAL = frozenset(
     {
-        *(Feature.CHAT, Feature.COMPLETION, Feature.TOKEN_PROMPT, Feature.INFILL),
-        *(Feature.IMAGES, Feature.AUDIO, Feature.FILES),
+        *TEXT_GENERATION,
+        *INPUTS,
         *(Feature.TOOLS, Feature.CUSTOM_TOOLS, Feature.CONSTRAINT, Feature.STRUCTURAL_TAG),
     }
 )
@@ -68,11 +71,19 @@ def check_features(model: str, requested: Sequence[Asked], supports: frozenset[s
         if asked.feature in SERVER_FEATURES or asked.feature in supports:
             continue
         if asked.feature in ESSENTIAL:
-            raise NotSupported(f"model '{model}' does not support '{asked.param}'", param=asked.param)
+            raise NotSupported(f"model '{model}' {_describe_missing(asked, supports)}", param=asked.param)
         if strict:
             raise unsupported_parameter(model, asked.param)
         ignored.append(asked.param)
     return tuple(ignored)
+
+
+def _describe_missing(asked: Asked, supports: frozenset[str]) -> str:
+    if asked.feature in INPUTS:
+        return f"does not accept {INPUTS[asked.feature]}; remove {asked.param}, or use another model"
+    if asked.feature in TEXT_GENERATION and Feature.EMBEDDINGS in supports and not TEXT_GENERATION & supports:
+        return "makes embeddings only; use /v1/embeddings, or another model"
+    return f"does not support '{asked.param}'"
 
 
 def unsupported_parameter(model: str, param: str) -> UnsupportedParameter:

@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from dragoman.core.choices import describe_choices
 from dragoman.core.errors import DECODE_ERRORS, MAX_VALUE, REQUIRED, BadRequest, parse_validation_error, quote, truncate
 
 MAX_DEPTH = 64
@@ -33,6 +34,7 @@ LARGE_BODY = 256 * 1024
 MAX_UNKNOWN = 16_384
 """Maximum number of unknown fields in one object."""
 CONTAINERS = (dict, list)
+INVALID_ENUM = "invalid enum value "
 MAX_PREFIX = 20
 """Characters that msgspec writes before a value, as in 'Invalid enum value …'."""
 CONTAINER_WEIGHT = 5
@@ -187,6 +189,8 @@ def convert(parsed: Any, kind: type[T], path: str = "") -> T:
     except msgspec.ValidationError as error:
         inner, message = parse_validation_error(error)
         message = truncate(message, MAX_VALUE + MAX_PREFIX)
+        if message.startswith(INVALID_ENUM):
+            message += describe_choices(kind, inner)
         param = (path + inner).removeprefix(".")
         raise BadRequest(f"{param}: {message}" if param else message, param=param or None) from None
 

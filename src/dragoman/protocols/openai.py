@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from dragoman.core.choices import list_choices
 from dragoman.core.errors import BadRequest, DragomanError, quote
 from dragoman.core.events import Event, TextDelta, TokenLogprob, Usage, total_usage
 from dragoman.core.features import Feature
@@ -131,7 +132,9 @@ def decode_content(
 
 def _decode_part(part: ContentPart, parts: Mapping[str, str], path: str, asked: list[Asked]) -> Text | Image:
     if part.type not in parts:
-        raise BadRequest(f"{path}.type: unknown type {quote(part.type)}", param=f"{path}.type")
+        raise BadRequest(
+            f"{path}.type: unknown type {quote(part.type)}; expected {list_choices([*parts])}", param=f"{path}.type"
+        )
     kind = parts[part.type]
     if kind in ("text", "refusal"):
         text = part.text if kind == "text" else part.refusal

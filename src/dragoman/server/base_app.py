@@ -11,6 +11,7 @@ Rules
 """
 
 import asyncio
+import difflib
 import math
 import time
 from abc import ABC, abstractmethod
@@ -49,6 +50,7 @@ METRICS_PATH = "/metrics"
 RESPONSES_PATH = "/v1/responses"
 """Codex tries a WebSocket here first."""
 CHECK_SECONDS = 0.25
+MAX_SHOWN_PATH = 100
 
 AppT = TypeVar("AppT", contravariant=True)
 Handler = Callable[[AppT, HttpExchange], Awaitable[None]]
@@ -86,6 +88,14 @@ class RouteTable(Generic[AppT]):
             if path.startswith(prefix) and len(path) > len(prefix):
                 return methods
         return {}
+
+    def similar_path(self, path: str) -> str | None:
+        """Return the path that was probably meant: the base URL lacks /v1 or has it twice, or a letter is wrong."""
+        by_end = {known.removeprefix("/v1"): known for known in self.paths if known != "/"}
+        sent = path.rstrip("/")
+        ends = [end for end in by_end if sent.endswith(end)]
+        close = [max(ends, key=len)] if ends else difflib.get_close_matches(sent.removeprefix("/v1"), by_end, n=1)
+        return by_end[close[0]] if close else None
 
 
 class BaseApp(ABC):
@@ -188,7 +198,7 @@ class BaseApp(ABC):
         if methods is None:
             methods = self.routes.methods_below(path)
             # The path may contain a key by mistake.
-            exchange.record.route = f"{method} {self._authenticator.redact(path)[:100]}"
+            exchange.record.route = f"{method} {self._authenticator.redact(path)[:MAX_SHOWN_PATH]}"
         route = methods.get("GET" if method == "HEAD" else method)
         exchange.record.id = new_id(route.id_prefix if route else "req-")
         response.family = route.family if route and route.family else family(path, exchange.headers)
@@ -213,7 +223,8 @@ class BaseApp(ABC):
             response.extra_headers.append((b"allow", ", ".join(methods).encode()))
             raise MethodNotAllowed(f"{path} takes {' or '.join(methods)}, not {method[:20]}")
         else:
-            raise exchange.not_found_error()
+            similar = self.routes.similar_path(path[:MAX_SHOWN_PATH])
+            raise exchange.not_found_error(f"; did you mean {similar}?" if similar else "")
 
     def _start_timer(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._check_interval, self._check_exchanges)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from dragoman.config.diagnostics import Diagnostic
+from dragoman.config.diagnostics import Diagnostic, Level
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.sections import Keys, Tls
 from dragoman.config.settings import Settings
@@ -21,7 +21,7 @@ from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class
 from dragoman.engines.llama.hardware import cpus
 from dragoman.engines.llama.options import AUTO_LAYOUT_WARNING
-from dragoman.files.gguf import read_metadata
+from dragoman.files.gguf import check_model
 from dragoman.server.auth.jwt import JwtVerifier
 from dragoman.server.http.server import bind_sockets, tls_context
 from dragoman.server.routes import build_routes
@@ -34,30 +34,34 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 def find_diagnostics(settings: Settings) -> list[Diagnostic]:
     """Return all errors and warnings about settings that were loaded, and about the files that they name."""
-    found = [diagnostic for model in settings.models for diagnostic in _check_model(model)]
+    default = settings.default_model
+    found = [diagnostic for model in settings.models for diagnostic in _check_model(model, model is default)]
     found += _check_protocols(settings)
     return [*found, *_check_keys(settings.keys), *_check_files(settings), *_find_warnings(settings)]
 
 
-def _check_model(model: ModelSpec) -> Iterator[Diagnostic]:
+def _check_model(model: ModelSpec, is_default: bool) -> Iterator[Diagnostic]:
+    """Without its files, the default model is an error; any other one is unservable."""
     key = f"models.{model.name}"
+    level: Level = "error" if is_default else "unservable"
     adapters = {name: model.options["adapters"][name] for name in model.adapters}
     for name, entry in adapters.items():
         adapter = Path(entry if isinstance(entry, str) else entry["path"]).expanduser()
         if not (adapter.is_dir() if model.file is None else adapter.is_file()):
-            yield Diagnostic(f"{key}.adapters.{name}", f"adapter not found: {adapter}")
+            yield Diagnostic(f"{key}.adapters.{name}", f"adapter not found: {adapter}", level)
     engine = engine_class(model.engine)
     try:
         path = model.locate()
+        if path is not None and engine.loads_gguf:
+            check_model(path)
+    except ConfigError as error:
+        yield Diagnostic(f"{key}.source", str(error), level)
+        return
+    try:
         options = model.build_options(path)
     except ConfigError as error:
         yield Diagnostic(f"{key}.source", str(error))
         return
-    if path is not None and engine.loads_gguf:
-        try:
-            read_metadata(path)
-        except ConfigError as error:
-            yield Diagnostic(f"{key}.source", str(error), "unservable")
     for name, message in engine.find_option_errors(options):
         yield Diagnostic(f"{key}.{name}" if name else key, message, "unservable")
     for name, message in engine.find_option_warnings(options):
@@ -138,14 +142,20 @@ def _find_warnings(settings: Settings) -> Iterator[Diagnostic]:
 
 def check_exposure(settings: Settings) -> None:
     """Refuse to listen on a public address without keys."""
-    if settings.socket is not None or _is_loopback(settings.host):
-        return
-    if not (settings.keys.anonymous or _has_keys(settings)):
-        raise ConfigError(
-            f"{settings.host} can be reached from other machines, and no API key is set; "
-            "give --api-key KEY, set DRAGOMAN_API_KEY, create one with `dragoman keys create`, "
-            "or allow all callers with --anonymous"
-        )
+    for problem in find_exposure(settings):
+        raise ConfigError(problem.message)
+
+
+def find_exposure(settings: Settings) -> list[Diagnostic]:
+    """Return the error that the server listens on a public address without keys, if it does."""
+    if settings.socket is not None or _is_loopback(settings.host) or settings.keys.anonymous or _has_keys(settings):
+        return []
+    message = (
+        f"{settings.host} can be reached from other machines, and no API key is set; "
+        "give --api-key KEY, set DRAGOMAN_API_KEY, create one with `dragoman keys create`, "
+        "or allow all callers with --anonymous"
+    )
+    return [Diagnostic("host", message)]
 
 
 def _has_keys(settings: Settings) -> bool:

@@ -58,7 +58,7 @@ def serve(
     settings = msgspec.structs.replace(
         settings, host=host or settings.host, port=settings.port if port is None else port
     )
-    warnings = (found for found in find_diagnostics(settings) if found.level == "warning")
+    warnings = (found for found in find_diagnostics(settings) if found.level != "error")
     run(settings, engines, warnings=Locations().format(warnings), protocols=protocols)
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from dragoman.core.errors import ConfigError, EngineFailed
 from dragoman.engines.llama.library import FLASH_ATTENTION_OFF, KV_TYPES, Batch, Kv, ProgressCallback, library, log
+from dragoman.files.gguf import check_model
 
 TOKENIZER_PART = 4096
 """Characters that are tokenized at once."""
@@ -50,6 +51,8 @@ class LlamaModel:
         log.errors.clear()
         self.handle = handle = c.llama_model_load_from_file(str(path).encode(), params)
         if not handle:
+            # It names the sizes of a file that is cut off.
+            check_model(path)
             raise ConfigError(f"llama: cannot load {path}: {log.reason()}")
         self.metadata = _read_metadata(c, handle)
         self.architecture = self.metadata.get("general.architecture", "")

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from dragoman.core.choices import list_choices
 from dragoman.core.errors import BadRequest, quote
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked, Image, Part, Reasoning, Text, ToolCall, ToolResult
@@ -158,7 +159,8 @@ def _part(block: Block, path: str, asked: list[Asked], allowed: frozenset[str]) 
     if kind is None:
         raise json_body.missing_field(f"{path}.type")
     if not isinstance(kind, str) or kind not in DECODERS:
-        raise BadRequest(f"{path}.type: unknown block type {quote(kind)}", param=f"{path}.type")
+        expected = list_choices(sorted(allowed))
+        raise BadRequest(f"{path}.type: unknown block type {quote(kind)}; expected {expected}", param=f"{path}.type")
     if kind not in allowed:
         raise BadRequest(f"{path}.type: {kind} blocks are not allowed here", param=f"{path}.type")
     struct, decoder = DECODERS[kind]

@@ -112,14 +112,21 @@ class Histogram:
         return sum(self.counts)
 
     def quantile(self, share: float) -> float | None:
-        """The quantile, interpolated within its bucket; None for an empty histogram."""
-        target = share * self.count
+        """The quantile, interpolated within its bucket; None for an empty histogram.
+
+        It is never more than the mean allows: in values of 0 or more, at most half are above twice the mean.
+        """
+        total = self.count
+        if total <= 1:
+            return self.total if total else None
+        target = share * total
+        most = self.total / (total - target) if share < 1 else math.inf
         so_far, below = 0, 0.0
         for bound, count in zip(self.bounds, self.counts, strict=False):
             if count and so_far + count >= target:
-                return below + (bound - below) * (target - so_far) / count
+                return min(most, below + (bound - below) * (target - so_far) / count)
             so_far, below = so_far + count, bound
-        return self.bounds[-1] if self.count else None
+        return self.bounds[-1]
 
 
 @dataclass(slots=True)
