@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from dragoman.config.aliases import AliasTable
 from dragoman.config.config_file import ConfigFile, read_config_file, resolve_path
 from dragoman.config.diagnostics import Locations, find_known_key
 from dragoman.config.model_spec import MODEL_NAME, ModelSpec, model_from_flag, read_models
@@ -34,7 +35,7 @@ from dragoman.config.sections import parse_network
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.engines import DEFAULT_ENGINE
-from dragoman.files.discovery import list_names
+from dragoman.files.discovery import Discovery, list_names
 from dragoman.files.sources import BUILT_IN, is_path, name_from_source
 
 FILE_NAME = "dragoman.yaml"
@@ -231,20 +232,43 @@ def _parse_alias(flag: str) -> tuple[str, str]:
 
 
 def _check_names(file: ConfigFile, settings: Settings, offered: Sequence[str]) -> None:
-    """Check that aliases, fallbacks and the default name existing models. Names are case-insensitive."""
+    """Check that aliases, fallbacks and the default name models that a request may name."""
     names = [*(name for model in settings.models for name in model.names), *offered]
     known = {name.lower() for name in names}
 
-    def find_error(name: str) -> str | None:
-        is_included = any(model.includes(name) for model in settings.models)
-        if is_included or name.lower() in known or name.lower() in list_names(settings.folders):
+    table = AliasTable(settings.aliases)
+    discovery = Discovery(settings.folders)
+
+    def is_in_folder(name: str) -> bool:
+        if name in list_names(settings.folders):
+            return True
+        if not discovery.found:
+            discovery.scan()
+        return discovery.resolve(name) is not None
+
+    def find_error(name: str, aliases: tuple[str, ...] = ()) -> str | None:
+        key = name.lower()
+        if (
+            key in known
+            or key.removesuffix(":latest") in known
+            or any(model.includes(name) for model in settings.models)
+        ):
+            return None
+        if key in aliases:
+            return f"alias cycle: {' -> '.join((*aliases, key))}"
+        target = table.resolve(key)
+        if target is not None and target.lower() != key:
+            return find_error(target, (*aliases, key))
+        if is_in_folder(key):
             return None
         return f"model {name!r} not found; models: {', '.join(names) or 'none'}"
 
     errors = {}
     for pattern, name in settings.aliases.items():
         is_taken = pattern.lower() in known
-        errors[f"aliases.{pattern}"] = "a model has this name already" if is_taken else find_error(name)
+        errors[f"aliases.{pattern}"] = (
+            "a model has this name already" if is_taken else find_error(name, (pattern.lower(),))
+        )
     for model in settings.models:
         if model.fallback is not None:
             error = find_error(model.fallback) or _find_cycle(model, settings.models)

@@ -3,7 +3,7 @@
     name -> trimmed, lower case; an empty name means the default model
          -> a configured model
          -> NAME/MODEL, where NAME is a configured model that stands for all models of a server
-         -> an alias (exact, then the most specific matching pattern) of one of these or of a model in the models folder
+         -> an alias (exact, then the most specific matching pattern) of whatever a request may name
          -> a model in the models folder (see `discovery`)
          -> NAME:latest, where NAME is a configured model
          -> 404, with similar names
@@ -18,12 +18,12 @@ Rules
 
 import asyncio
 import difflib
-import fnmatch
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
+from dragoman.config.aliases import AliasTable
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
 from dragoman.core.engine import Engine
@@ -41,20 +41,6 @@ LOOK_SECONDS = 2.0
 """The folders are scanned at most this often."""
 MAX_LISTED = 20
 """Names in an error message."""
-
-
-class AliasTable:
-    """Aliases from the most to the least specific pattern; equally specific ones in the order of the file."""
-
-    def __init__(self, aliases: Mapping[str, str]) -> None:
-        self.targets: dict[str, str] = {}
-        for pattern, target in sorted(aliases.items(), key=lambda alias: _vagueness(alias[0])):
-            self.targets.setdefault(pattern.lower(), target)
-
-    def resolve(self, name: str) -> str | None:
-        if name in self.targets:
-            return self.targets[name]
-        return next((target for pattern, target in self.targets.items() if fnmatch.fnmatchcase(name, pattern)), None)
 
 
 class Catalog:
@@ -153,16 +139,8 @@ class Catalog:
         """Return the model for a name, using the last scan of the folders."""
         key = name.strip().lower() or (self.default or "").lower()
         if len(key) <= MAX_NAME_LENGTH:
-            if (model := self._find_configured(key)) is not None:
-                return model
-            if (target := self._aliases.resolve(key)) is not None:
-                model = self._find_configured(target.lower()) or self._find_in_folder(target.lower())
-                if model is not None:
-                    return model
-            if (model := self._find_in_folder(key)) is not None:
-                return model
-            base, _, tag = key.rpartition(":")
-            if tag == "latest" and (model := self._find_configured(base)) is not None:
+            model = self._lookup(key)
+            if model is not None:
                 return model
         raise ModelNotFound(self._not_found_message(name), param="model")
 
@@ -222,6 +200,18 @@ class Catalog:
         """Yield the models of the folders that an installed engine can run."""
         return (found for found in self.discovery.found.values() if _engine_for(found) is not None)
 
+    def _lookup(self, key: str, aliases: tuple[str, ...] = ()) -> ServedModel | None:
+        """Return the model for a name in lower case. `aliases` led to it."""
+        if (model := self._find_configured(key)) is not None:
+            return model
+        target = None if key in aliases else self._aliases.resolve(key)
+        if target is not None and (model := self._lookup(target.lower(), (*aliases, key))) is not None:
+            return model
+        if (model := self._find_in_folder(key)) is not None:
+            return model
+        base, _, tag = key.rpartition(":")
+        return self._find_configured(base) if tag == "latest" else None
+
     def _find_configured(self, key: str) -> ServedModel | None:
         if key in self.models:
             return self.models[key]
@@ -261,12 +251,6 @@ class Catalog:
         if self._scan_task is not None:
             self._scan_task.cancel()
         await self.lifecycle.stop()
-
-
-def _vagueness(pattern: str) -> tuple[int, int, int]:
-    """Sort key: patterns with more literal characters come first."""
-    stars, single = pattern.count("*"), pattern.count("?")
-    return stars + single - len(pattern), stars, -single
 
 
 def _similar_names(name: str, names: Sequence[str]) -> list[str]:

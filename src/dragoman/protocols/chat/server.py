@@ -29,7 +29,7 @@ from dragoman.core.events import (
     Usage,
 )
 from dragoman.core.features import Feature
-from dragoman.core.reply import Choice, Reply
+from dragoman.core.reply import BETWEEN_PARTS, Choice, Reply
 from dragoman.core.request import (
     Asked,
     Delivery,
@@ -46,8 +46,7 @@ from dragoman.protocols.chat import tools
 
 MAX_TEMPLATE_OPTIONS = 32
 MAX_OPTION_BYTES = 4096
-BETWEEN_TEXTS = "\n\n"
-"""Joins texts that reasoning or a call separated: a message has only one content."""
+REASONING_FIELDS = ("reasoning_content", "reasoning")
 OPTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
@@ -207,6 +206,8 @@ class ChatEncoder(openai.StreamEncoder):
         """The index of the last call of each choice."""
         self._interrupted: dict[int, bool] = {}
         """Choices that have text: whether reasoning or a call followed the last text."""
+        self._ended_thoughts: dict[int, bool] = {}
+        """Choices that have reasoning: whether it is followed by text, a call or a signature."""
         self._legacy = LEGACY_TOOLS in request.asked
 
     def _text(self, choice: int, text: str) -> dict[str, Any]:
@@ -214,8 +215,8 @@ class ChatEncoder(openai.StreamEncoder):
 
     def _text_frames(self, choice: int, texts: list[str]) -> bytes:
         if self._interrupted.get(choice):
-            texts = [BETWEEN_TEXTS, *texts]
-        self._interrupted[choice] = False
+            texts = [BETWEEN_PARTS, *texts]
+        self._begin_text(choice)
         return super()._text_frames(choice, texts)
 
     def _frame(self, choice: int, event: Event) -> bytes:
@@ -228,10 +229,7 @@ class ChatEncoder(openai.StreamEncoder):
         elif isinstance(event, TextDelta):
             delta, logprobs = self._text_delta(choice, event), _logprobs(event.logprobs)
         elif isinstance(event, ReasoningDelta):
-            if not event.text:
-                return b""
-            self._interrupt(choice)
-            delta = {"reasoning_content": event.text, "reasoning": event.text}
+            delta = self._reasoning_delta(choice, event)
         else:
             delta = self._call_delta(choice, event)
         if delta is None:
@@ -241,9 +239,25 @@ class ChatEncoder(openai.StreamEncoder):
     def _text_delta(self, choice: int, event: TextDelta) -> dict[str, Any] | None:
         if not event.text:
             return {"content": ""} if event.logprobs else None
-        separator = BETWEEN_TEXTS if self._interrupted.get(choice) else ""
-        self._interrupted[choice] = False
+        separator = BETWEEN_PARTS if self._interrupted.get(choice) else ""
+        self._begin_text(choice)
         return {"content": separator + event.text}
+
+    def _begin_text(self, choice: int) -> None:
+        self._interrupted[choice] = False
+        if choice in self._ended_thoughts:
+            self._ended_thoughts[choice] = True
+
+    def _reasoning_delta(self, choice: int, event: ReasoningDelta) -> dict[str, Any] | None:
+        delta = None
+        if event.text:
+            separator = BETWEEN_PARTS if self._ended_thoughts.get(choice) else ""
+            self._ended_thoughts[choice] = False
+            delta = dict.fromkeys(REASONING_FIELDS, separator + event.text)
+            self._interrupt(choice)
+        if event.signature and choice in self._ended_thoughts:
+            self._ended_thoughts[choice] = True
+        return delta
 
     def _interrupt(self, choice: int) -> None:
         if choice in self._interrupted:
@@ -253,6 +267,8 @@ class ChatEncoder(openai.StreamEncoder):
         """Encode a piece of a call; only the first piece has an id and a name."""
         if isinstance(event, ToolCallStart):
             self._interrupt(choice)
+            if choice in self._ended_thoughts:
+                self._ended_thoughts[choice] = True
             self._calls[choice] = self._calls.get(choice, -1) + 1
             opening, function = {"id": event.id, "type": "function"}, {"name": event.name, "arguments": ""}
         elif event.arguments:
@@ -296,11 +312,11 @@ def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict
 
 def _reply_message(choice: Choice, legacy: bool) -> dict[str, Any]:
     calls = choice.tool_calls
-    text = BETWEEN_TEXTS.join([part.text for part in choice.parts if isinstance(part, Text)])
+    text = BETWEEN_PARTS.join([part.text for part in choice.parts if isinstance(part, Text)])
     content = text or None if calls else text
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if reasoning := choice.reasoning:
-        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        message |= dict.fromkeys(REASONING_FIELDS, reasoning)
     functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
     if functions and legacy:
         message["function_call"] = functions[0]
