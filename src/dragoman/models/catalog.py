@@ -4,14 +4,14 @@
          -> a configured model
          -> NAME/MODEL, where NAME is a configured model that stands for all models of a server
          -> an alias (exact, then the most specific matching pattern) of whatever a request may name
-         -> a model in the models folder (see `discovery`)
          -> NAME:latest, where NAME is a configured model
+         -> a model in the models folder, by its name or its architecture (see `discovery`)
          -> 404, with similar names
 
 Rules
 1. A name is never used as a path.
 2. An engine is loaded once; concurrent requests wait for the same load.
-3. Models that share an engine share its slots and its queue.
+3. Models with the same file and options share an engine, its slots and its queue.
 4. Before a model is loaded, its configuration and its file describe it.
 5. A new configuration leaves unchanged models and running requests alone.
 """
@@ -89,7 +89,8 @@ class Catalog:
         old_models = {name: model for name, model in self.models.items() if name not in self._own_names}
         self.models = {name: model for name, model in self.models.items() if name in self._own_names}
         for spec in settings.models:
-            host = self._host_for(spec, settings, old_models.get(spec.name.lower()))
+            own = old_models.get(spec.name.lower())
+            host = self._host_for(spec, settings, *self.models.values(), *([own] if own else []), *old_models.values())
             self.models |= {name.lower(): ServedModel(name, host, spec) for name in spec.names}
         old_folder_models, folder_models = self._folder_models, {}
         for path, model in old_folder_models.items():
@@ -109,11 +110,17 @@ class Catalog:
         self.discovery = Discovery(settings.folders)
         self._scanned_at = -math.inf
 
-    def _host_for(self, spec: ModelSpec, settings: Settings, old: ServedModel | None = None) -> ModelHost:
-        """Return the old model's host if the new spec runs like the old one, otherwise a new host."""
-        if old is not None and old.spec is not None and old.spec.can_share_engine(spec):
+    def _host_for(self, spec: ModelSpec, settings: Settings, *known: ServedModel) -> ModelHost:
+        """Return the host of the first known model that the engine of this one can also serve, otherwise a new host."""
+        keep_alive = settings.keep_alive if spec.keep_alive is None else spec.keep_alive
+        old = next((old for old in known if old.spec is not None and old.spec.can_share_engine(spec)), None)
+        if old is not None:
             host = old.host
-            host.spec = spec
+            if self.models.get(old.name.lower()) is old:
+                # Two names of this configuration: the engine stays as long as either of them asks for.
+                keep_alive = max(keep_alive, self.lifecycle.residency_of(host).keep_alive)
+            else:
+                host.spec = spec
             host.set_limits(settings.limits)
             host.failures.reset_pause()
         else:
@@ -126,7 +133,7 @@ class Catalog:
                 slots if isinstance(slots, int) else None,
                 spec,
             )
-        self.lifecycle.add(host, settings.keep_alive if spec.keep_alive is None else spec.keep_alive)
+        self.lifecycle.add(host, keep_alive)
         return host
 
     @property
@@ -207,10 +214,10 @@ class Catalog:
         target = None if key in aliases else self._aliases.resolve(key)
         if target is not None and (model := self._lookup(target.lower(), (*aliases, key))) is not None:
             return model
-        if (model := self._find_in_folder(key)) is not None:
-            return model
         base, _, tag = key.rpartition(":")
-        return self._find_configured(base) if tag == "latest" else None
+        if tag == "latest" and (model := self._find_configured(base)) is not None:
+            return model
+        return self._find_in_folder(key)
 
     def _find_configured(self, key: str) -> ServedModel | None:
         if key in self.models:

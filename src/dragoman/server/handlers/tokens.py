@@ -50,7 +50,7 @@ async def tokenize(app: App, exchange: HttpExchange) -> None:
     async with _engine(app, exchange, decoded.model or "") as (engine, model):
         _check_tokenizer(engine, model)
         tokens = await call_engine(engine.tokenize, decoded.text, decoded.parse_special)
-        context = next((info.context for info in engine.models() if info.name == model), None)
+        context = engine.model_info(model).context
     await exchange.response.send_json(wire_tokens.encode_tokens(tokens, context))
 
 
