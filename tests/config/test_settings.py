@@ -204,7 +204,7 @@ def test_models_of_a_custom_engine() -> None:
 
 
 ERRORS = {
-    "modles: {}": "1: modles: unknown key; keys: models, aliases, default, models_dir, memory, keep_alive, ...",
+    "modles: {}": "1: modles: unknown key; keys: models, aliases, default, models_yaml, ...",
     "port: eighty": "1: port: expected int, got str",
     "\nport: 65536": "2: port: expected int <= 65535",
     "strict: 1": "1: strict: expected bool, got int",

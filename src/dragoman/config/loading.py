@@ -6,7 +6,7 @@
                        ...the engine's own options}
     adapters := name: PATH | name: {path: PATH, scale: NUMBER}      an option of llama; each is a model too
     aliases  := pattern: name              `gpt-*: smollm2`
-    default, models_dir, memory, keep_alive, turn_seconds, layout,
+    default, models_dir, models_yaml, require_model, errors, reasoning_fields, memory, keep_alive, turn_seconds, layout,
     host, port, socket, api_keys, strict, event_log, hosts, proxies, limits, workers, grace_seconds, drain_seconds,
     protocols,
     keys, telemetry, cors, tls             see `sections`
@@ -30,6 +30,7 @@ from dragoman.config.aliases import AliasTable
 from dragoman.config.config_file import ConfigFile, read_config_file, resolve_path
 from dragoman.config.diagnostics import Locations, find_known_key
 from dragoman.config.model_spec import MODEL_NAME, ModelSpec, model_from_flag, read_models
+from dragoman.config.models_yaml import read_models_yaml
 from dragoman.config.quantities import parse_duration, parse_size
 from dragoman.config.sections import parse_network
 from dragoman.config.settings import Settings
@@ -55,6 +56,8 @@ class Flags(msgspec.Struct, frozen=True):
     aliases: Sequence[str] = ()
     default: str | None = None
     models_dir: Sequence[str] = ()
+    models_yaml: str | None = None
+    require_model: bool = False
     memory: str | None = None
     keep_alive: str | None = None
     host: str | None = None
@@ -113,6 +116,9 @@ def load(path: str | None, flags: Flags, environ: Mapping[str, str], *, offered:
             models[model.name] = model
     aliases = _read_aliases(file, flags)
     settings = _read_settings(file, flags, environ)
+    taken = {name.lower() for name in models}
+    others = file.parse(settings.models_yaml, read_models_yaml, "models_yaml") or {}
+    models |= {name: model for name, model in others.items() if name.lower() not in taken}
     models_dir = settings.models_dir
     if models_dir is None and offered:
         # A caller that passes its own engine does not expect other models.
@@ -200,6 +206,7 @@ def _resolve_paths(file: ConfigFile, settings: Settings) -> Settings:
     return replace(
         settings,
         models_dir=None if folders is None else tuple(resolve("models_dir", folder) for folder in folders),
+        models_yaml=resolve("models_yaml", settings.models_yaml),
         event_log=resolve("event_log", settings.event_log),
         socket=resolve("socket", settings.socket),
         keys=replace(keys, store=resolve("keys", keys.store), jwt=jwt),

@@ -186,6 +186,8 @@ class Delivery(msgspec.Struct, frozen=True):
     stream: bool = False
     usage: bool = False
     token_ids: bool = False
+    reasoning_fields: tuple[str, ...] = ("reasoning_content", "reasoning")
+    """The fields of a chat reply that contain its reasoning."""
 
 
 class Asked(msgspec.Struct, frozen=True):

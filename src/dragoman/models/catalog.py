@@ -27,7 +27,7 @@ from dragoman.config.aliases import AliasTable
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
 from dragoman.core.engine import Engine
-from dragoman.core.errors import ConfigError, ModelNotFound, NotSupported
+from dragoman.core.errors import BadRequest, ConfigError, ModelNotFound, NotSupported
 from dragoman.engines import DEFAULT_ENGINE, DIRECTORY_ENGINE, engine_class
 from dragoman.files.discovery import DiscoveredModel, Discovery
 from dragoman.models.engine_loader import EngineFactory, OnEngineLost, local_engine
@@ -159,6 +159,12 @@ class Catalog:
             except (ModelNotFound, NotSupported):
                 return
             yield model
+
+    async def find_requested(self, name: str) -> ServedModel:
+        """Return the model that a request names. The settings may refuse a request that names none."""
+        if self._settings.require_model and not name.strip():
+            raise BadRequest("model: required, but missing; GET /v1/models lists the models", param="model")
+        return await self.find(name)
 
     async def find(self, name: str) -> ServedModel:
         """Return the model for a name; scan the folders again if it is unknown."""

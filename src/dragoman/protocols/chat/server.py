@@ -5,8 +5,8 @@
     stream    := role-chunk (content-chunk)* finish-chunk      for every choice, interleaved
                  usage-chunk?  "[DONE]"
 
-Reasoning is read from the first of `reasoning_content`, `reasoning`, `reasoning_details` and `thinking_blocks` that has
-text. A tool result does not need a matching call.
+Reasoning is read from the first of `reasoning_content`, `reasoning`, `thought`, `reasoning_details` and
+`thinking_blocks` that has text. A tool result does not need a matching call.
 """
 
 import re
@@ -46,7 +46,6 @@ from dragoman.protocols.chat import tools
 
 MAX_TEMPLATE_OPTIONS = 32
 MAX_OPTION_BYTES = 4096
-REASONING_FIELDS = ("reasoning_content", "reasoning")
 OPTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
@@ -71,6 +70,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     function_call: CalledFunction | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    thought: str | None = None
     reasoning_details: list[dict[str, Any]] | None = None
     thinking_blocks: list[dict[str, Any]] | None = None
 
@@ -148,7 +148,7 @@ def _message(field: ChatMessage, path: str, asked: list[Asked]) -> Message:
         if field.content is None:
             raise BadRequest(f"{path}.content: a {field.role} message needs content", param=f"{path}.content")
         return Message(field.role, content, field.name)
-    text = field.reasoning_content or field.reasoning
+    text = field.reasoning_content or field.reasoning or field.thought
     text = text or _join_text(field.reasoning_details) or _join_text(field.thinking_blocks)
     reasoning = (Reasoning(text),) if text else ()
     return Message("assistant", (*reasoning, *content, *_calls(field, path, asked)), field.name)
@@ -209,6 +209,7 @@ class ChatEncoder(openai.StreamEncoder):
         self._ended_thoughts: dict[int, bool] = {}
         """Choices that have reasoning: whether it is followed by text, a call or a signature."""
         self._legacy = LEGACY_TOOLS in request.asked
+        self._reasoning_fields = request.delivery.reasoning_fields
 
     def _text(self, choice: int, text: str) -> dict[str, Any]:
         return {"index": choice, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
@@ -253,7 +254,7 @@ class ChatEncoder(openai.StreamEncoder):
         if event.text:
             separator = BETWEEN_PARTS if self._ended_thoughts.get(choice) else ""
             self._ended_thoughts[choice] = False
-            delta = dict.fromkeys(REASONING_FIELDS, separator + event.text)
+            delta = dict.fromkeys(self._reasoning_fields, separator + event.text)
             self._interrupt(choice)
         if event.signature and choice in self._ended_thoughts:
             self._ended_thoughts[choice] = True
@@ -300,7 +301,7 @@ def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict
         "choices": [
             {
                 "index": choice.index,
-                "message": _reply_message(choice, legacy),
+                "message": _reply_message(choice, legacy, request.delivery.reasoning_fields),
                 "logprobs": _logprobs(choice.logprobs),
                 "finish_reason": _finish_reason(choice.reason, legacy),
             }
@@ -310,13 +311,13 @@ def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict
     }
 
 
-def _reply_message(choice: Choice, legacy: bool) -> dict[str, Any]:
+def _reply_message(choice: Choice, legacy: bool, reasoning_fields: Sequence[str]) -> dict[str, Any]:
     calls = choice.tool_calls
     text = BETWEEN_PARTS.join([part.text for part in choice.parts if isinstance(part, Text)])
     content = text or None if calls else text
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if reasoning := choice.reasoning:
-        message |= dict.fromkeys(REASONING_FIELDS, reasoning)
+        message |= dict.fromkeys(reasoning_fields, reasoning)
     functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
     if functions and legacy:
         message["function_call"] = functions[0]
