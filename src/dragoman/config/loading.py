@@ -116,9 +116,10 @@ def load(path: str | None, flags: Flags, environ: Mapping[str, str], *, offered:
             models[model.name] = model
     aliases = _read_aliases(file, flags)
     settings = _read_settings(file, flags, environ)
-    taken = {name.lower() for name in models}
-    others = file.parse(settings.models_yaml, read_models_yaml, "models_yaml") or {}
-    models |= {name: model for name, model in others.items() if name.lower() not in taken}
+    if settings.models_yaml is not None:
+        taken = {name.lower() for name in models}
+        others = file.parse(settings.models_yaml, read_models_yaml, "models_yaml") or {}
+        models |= {name: model for name, model in others.items() if name.lower() not in taken}
     models_dir = settings.models_dir
     if models_dir is None and offered:
         # A caller that passes its own engine does not expect other models.
