@@ -204,7 +204,7 @@ def test_models_of_a_custom_engine() -> None:
 
 
 ERRORS = {
-    "modles: {}": "1: modles: unknown key; keys: models, aliases, default, models_dir, memory, keep_alive, ...",
+    "modles: {}": "1: modles: unknown key; keys: models, aliases, default, models_yaml, ...",
     "port: eighty": "1: port: expected int, got str",
     "\nport: 65536": "2: port: expected int <= 65535",
     "strict: 1": "1: strict: expected bool, got int",
@@ -283,6 +283,7 @@ ERRORS = {
     "models:\n  7: x": '2: models: keys must be strings; write "7" in quotes',
     "aliases:\n  gpt: other": "2: aliases.gpt: model 'other' not found; models: smollm2",
     "aliases:\n  a: smollm2\n  'g$': smollm2": "3: aliases.g$: an alias may contain only letters, ...",
+    "aliases:\n  a: b\n  b: a": "2: aliases.a: alias cycle: a -> b -> a...",
     "aliases: {a: 5}": "1: aliases.a: expected str, got int",
     "aliases: {smollm2: smollm2}": "1: aliases.smollm2: a model has this name already",
     "aliases:\n  GPT-*: smollm2\n  gpt-*: smollm2": "3: aliases.gpt-*: differs from the alias GPT-* only in case",

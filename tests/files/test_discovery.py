@@ -138,6 +138,40 @@ def test_resolve_name(discovery: Discovery, requested: str, name: str | None) ->
     assert (found and found.name) == name
 
 
+def sized(architecture: str, label: str | None) -> bytes:
+    labels = [] if label is None else [pair("general.size_label", 8, text(label))]
+    return gguf(pair("general.architecture", 8, text(architecture)), *labels)
+
+
+@pytest.mark.parametrize(
+    ("requested", "names"),
+    [
+        ("llama", ["Herd-8B", "Herd-70B-Q4_K_M", "Alpaca-8B"]),
+        ("llama:70b", ["Herd-70B-Q4_K_M"]),
+        ("llama:8b", ["Herd-8B", "Alpaca-8B"]),
+        ("llama:q4_k_m", ["Herd-70B-Q4_K_M"]),
+        ("llama:3b", []),
+        ("gemma3", ["g"]),
+        ("gemma3_text:1b", ["g"]),
+        ("gemma3_text:latest", ["g"]),
+        ("qwen3", ["q"]),
+    ],
+)
+def test_models_by_architecture_and_size(tmp_path: Path, requested: str, names: list[str]) -> None:
+    (tmp_path / "Herd-8B.gguf").write_bytes(sized("llama", "8B"))
+    (tmp_path / "Herd-70B-Q4_K_M.gguf").write_bytes(sized("llama", "70B"))
+    (tmp_path / "Alpaca-8B.gguf").write_bytes(sized("llama", None))
+    (tmp_path / "g.gguf").write_bytes(sized("gemma3", "1B"))
+    (tmp_path / "q").mkdir()
+    (tmp_path / "q/config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    (tmp_path / "q/model.safetensors").write_bytes(bytes(8))
+    found = Discovery([tmp_path])
+    found.scan()
+    assert sorted(model.name for model in found.find_all(requested)) == sorted(names)
+    resolved = found.resolve(requested)
+    assert (None if resolved is None else resolved.name) == (names[0] if len(names) == 1 else None)
+
+
 def test_second_scan_sees_new_and_removed_files(folder: Path, discovery: Discovery) -> None:
     (folder / "Tiny.gguf").write_bytes(model("phi3", file_type=7))
     (folder / "new.gguf").write_bytes(model())

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dragoman.config.model_spec import ModelSpec
@@ -52,6 +53,40 @@ def test_all_names_of_a_model_share_a_host() -> None:
         catalog.resolve("base-lega")
 
 
+def test_names_with_the_same_file_and_options_share_a_host() -> None:
+    specs = [spec("a", context=512), spec("b", context=512), spec("c", context=256)]
+    specs[1] = msgspec.structs.replace(specs[1], keep_alive=60.0)
+    catalog = Catalog(settings(*specs, keep_alive=5.0))
+    host = catalog.resolve("a").host
+    assert catalog.resolve("b").host is host is not catalog.resolve("c").host
+    assert catalog.lifecycle.residency_of(host).keep_alive == 60
+    catalog.reconfigure(settings(specs[0], spec("b", context=256), specs[2]))
+    assert catalog.resolve("a").host is host is not catalog.resolve("b").host
+    assert catalog.resolve("b").host is catalog.resolve("c").host
+    catalog.reconfigure(settings(spec("renamed", context=512)))
+    assert catalog.resolve("renamed").host is host
+
+
+def test_alias_of_whatever_a_request_may_name(folder: Path) -> None:
+    aliases = {"best": "GOOD", "good": "base:latest", "mine": "llama:7b", "any-*": "best", "x": "y", "y": "x"}
+    catalog = Catalog(settings(spec(), folder=folder, aliases=aliases))
+    (folder / "gpt-4o.gguf").unlink()
+    asyncio.run(catalog.scan())
+    assert {catalog.resolve(name).name for name in ("best", "good", "any-1")} == {"base"}
+    with pytest.raises(ModelNotFound):
+        catalog.resolve("mine")
+    with pytest.raises(ModelNotFound):
+        catalog.resolve("x")
+    assert catalog.resolve("llama").name == "big"
+
+
+def test_ambiguous_architecture_lists_the_candidates(folder: Path) -> None:
+    catalog = Catalog(settings(spec(), folder=folder))
+    asyncio.run(catalog.scan())
+    with pytest.raises(ModelNotFound, match="did you mean big or gpt-4o"):
+        catalog.resolve("llama")
+
+
 def test_most_specific_alias_wins() -> None:
     aliases = {"*": "a", "gpt-*": "b", "gpt-4*": "c", "*-mini": "a", "gpt-?": "d", "gpt-4": "e"}
     catalog = Catalog(settings(*(spec(name) for name in "abcde"), aliases=aliases))
@@ -78,7 +113,7 @@ def test_adapter_name_can_become_a_model() -> None:
     catalog = Catalog(settings(spec(adapters=LEGAL)))
     host = catalog.resolve("base").host
     catalog.reconfigure(settings(spec("base-legal"), spec()))
-    assert catalog.resolve("base-legal").host is not catalog.resolve("base").host
+    assert catalog.resolve("base-legal").host is catalog.resolve("base").host
     assert host not in (catalog.resolve("base-legal").host, catalog.resolve("base").host)
 
 

@@ -142,6 +142,16 @@ def test_reasoning_frames() -> None:
     ]
 
 
+def test_thoughts_are_separated_by_a_blank_line() -> None:
+    events: list[Event] = [Started(3), ReasoningDelta("First "), ReasoningDelta("idea."), TextDelta("So."), Finished()]
+    events[4:4] = [ReasoningDelta("Second.", signature="s"), ReasoningDelta("Third."), ToolCallStart("c1", "f")]
+    events[7:7] = [ToolCallDelta("{}"), ReasoningDelta("Fourth.")]
+    expected = "First idea.\n\nSecond.\n\nThird.\n\nFourth."
+    assert whole(REQUEST, events)["message"]["reasoning_content"] == expected
+    deltas = [frame["choices"][0]["delta"] for frame in frames("chat", REQUEST, (0, events))[:-1]]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == expected
+
+
 def test_legacy_function_call() -> None:
     events: list[Event] = [Started(), TextDelta("hm"), ToolCallStart("c1", "f"), ToolCallDelta("{}")]
     encoded = frames("chat", LEGACY, (0, [*events, Finished("tool_calls")]))

@@ -178,10 +178,10 @@ def test_event_log_and_graceful_stop_under_load(tmp_path: Path, serving: Serving
         start, *requests, end = running.events()
         assert (start["event"], end["event"]) == ("run_start", "run_end")
         assert start["schema"] == 1
-        assert start["models"] == list(LIVELY["models"])
+        assert [model["name"] for model in start["models"]] == list(LIVELY["models"])
         assert start["host"]["pid"] == running.process.pid
         assert start["host"]["python"]
-        assert start["engines"]["slow"] == "scripted"
+        assert {"name": "slow", "engine": "scripted", "device": "cpu"} in start["models"]
         assert start["config"]["limits"]["queue"] == 64
         assert {event["event"] for event in requests} == {"request"}
         by_id = {event["id"]: event for event in requests}

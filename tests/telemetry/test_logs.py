@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from datetime import datetime
 
 from dragoman.core.logs import TEXT, JsonFormatter, TextFormatter
 from dragoman.server.telemetry.metrics import RequestRecord
@@ -48,7 +49,10 @@ def test_json_line_with_request_and_exception() -> None:
 
 
 def text_line(message: str, *values: object, **fields: object) -> str:
-    return TextFormatter(TEXT).format(log_record(message, values, fields))
+    """A line without its time."""
+    time, text = TextFormatter(TEXT).format(log_record(message, values, fields)).split(" WARNING", 1)
+    datetime.strptime(time, "%Y-%m-%d %H:%M:%S.%f").astimezone()
+    return f"WARNING{text}"
 
 
 FORGED = "/a\nINFO dragoman: ready\r\x1b[2J\x9b31m\u202e\u2028é"

@@ -63,6 +63,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("--default", metavar="NAME", help="the model for requests without a model name")
     models_dir_help = "serve the models in this directory too (the directory of `dragoman pull`)"
     add_repeatable(parser, "--models-dir", "DIR", models_dir_help)
+    models_yaml_help = "serve the models of this file too (NAME: PATH); a change is picked up while the server runs"
+    parser.add_argument("--models-yaml", metavar="FILE", help=models_yaml_help)
+    parser.add_argument("--require-model", action="store_true", help="refuse requests without a model name")
     parser.add_argument(
         "--memory", metavar="SIZE", help="memory for all loaded models together, such as 12GiB (no limit)"
     )

@@ -6,7 +6,7 @@
                        ...the engine's own options}
     adapters := name: PATH | name: {path: PATH, scale: NUMBER}      an option of llama; each is a model too
     aliases  := pattern: name              `gpt-*: smollm2`
-    default, models_dir, memory, keep_alive, turn_seconds, layout,
+    default, models_dir, models_yaml, require_model, errors, reasoning_fields, memory, keep_alive, turn_seconds, layout,
     host, port, socket, api_keys, strict, event_log, hosts, proxies, limits, workers, grace_seconds, drain_seconds,
     protocols,
     keys, telemetry, cors, tls             see `sections`
@@ -26,15 +26,17 @@ from typing import Any, Literal
 
 import msgspec
 
+from dragoman.config.aliases import AliasTable
 from dragoman.config.config_file import ConfigFile, read_config_file, resolve_path
 from dragoman.config.diagnostics import Locations, find_known_key
 from dragoman.config.model_spec import MODEL_NAME, ModelSpec, model_from_flag, read_models
+from dragoman.config.models_yaml import read_models_yaml
 from dragoman.config.quantities import parse_duration, parse_size
 from dragoman.config.sections import parse_network
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.engines import DEFAULT_ENGINE
-from dragoman.files.discovery import list_names
+from dragoman.files.discovery import Discovery, list_names
 from dragoman.files.sources import BUILT_IN, is_path, name_from_source
 
 FILE_NAME = "dragoman.yaml"
@@ -54,6 +56,8 @@ class Flags(msgspec.Struct, frozen=True):
     aliases: Sequence[str] = ()
     default: str | None = None
     models_dir: Sequence[str] = ()
+    models_yaml: str | None = None
+    require_model: bool = False
     memory: str | None = None
     keep_alive: str | None = None
     host: str | None = None
@@ -112,6 +116,10 @@ def load(path: str | None, flags: Flags, environ: Mapping[str, str], *, offered:
             models[model.name] = model
     aliases = _read_aliases(file, flags)
     settings = _read_settings(file, flags, environ)
+    if settings.models_yaml is not None:
+        taken = {name.lower() for name in models}
+        others = file.parse(settings.models_yaml, read_models_yaml, "models_yaml") or {}
+        models |= {name: model for name, model in others.items() if name.lower() not in taken}
     models_dir = settings.models_dir
     if models_dir is None and offered:
         # A caller that passes its own engine does not expect other models.
@@ -199,6 +207,7 @@ def _resolve_paths(file: ConfigFile, settings: Settings) -> Settings:
     return replace(
         settings,
         models_dir=None if folders is None else tuple(resolve("models_dir", folder) for folder in folders),
+        models_yaml=resolve("models_yaml", settings.models_yaml),
         event_log=resolve("event_log", settings.event_log),
         socket=resolve("socket", settings.socket),
         keys=replace(keys, store=resolve("keys", keys.store), jwt=jwt),
@@ -231,20 +240,43 @@ def _parse_alias(flag: str) -> tuple[str, str]:
 
 
 def _check_names(file: ConfigFile, settings: Settings, offered: Sequence[str]) -> None:
-    """Check that aliases, fallbacks and the default name existing models. Names are case-insensitive."""
+    """Check that aliases, fallbacks and the default name models that a request may name."""
     names = [*(name for model in settings.models for name in model.names), *offered]
     known = {name.lower() for name in names}
 
-    def find_error(name: str) -> str | None:
-        is_included = any(model.includes(name) for model in settings.models)
-        if is_included or name.lower() in known or name.lower() in list_names(settings.folders):
+    table = AliasTable(settings.aliases)
+    discovery = Discovery(settings.folders)
+
+    def is_in_folder(name: str) -> bool:
+        if name in list_names(settings.folders):
+            return True
+        if not discovery.found:
+            discovery.scan()
+        return discovery.resolve(name) is not None
+
+    def find_error(name: str, aliases: tuple[str, ...] = ()) -> str | None:
+        key = name.lower()
+        if (
+            key in known
+            or key.removesuffix(":latest") in known
+            or any(model.includes(name) for model in settings.models)
+        ):
+            return None
+        if key in aliases:
+            return f"alias cycle: {' -> '.join((*aliases, key))}"
+        target = table.resolve(key)
+        if target is not None and target.lower() != key:
+            return find_error(target, (*aliases, key))
+        if is_in_folder(key):
             return None
         return f"model {name!r} not found; models: {', '.join(names) or 'none'}"
 
     errors = {}
     for pattern, name in settings.aliases.items():
         is_taken = pattern.lower() in known
-        errors[f"aliases.{pattern}"] = "a model has this name already" if is_taken else find_error(name)
+        errors[f"aliases.{pattern}"] = (
+            "a model has this name already" if is_taken else find_error(name, (pattern.lower(),))
+        )
     for model in settings.models:
         if model.fallback is not None:
             error = find_error(model.fallback) or _find_cycle(model, settings.models)

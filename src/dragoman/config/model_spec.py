@@ -10,6 +10,7 @@ The engines llama and vllm have the option `adapters`. Each adapter is a model t
 adapters := {name: PATH | {path: PATH, scale: NUMBER}}
 """
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -125,8 +126,13 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, location=other.location) == other
 
     def can_share_engine(self, other: "ModelSpec") -> bool:
-        """Whether a running engine of one can also serve the other."""
-        return (self.engine, self.source, self.options) == (other.engine, other.source, other.options)
+        """Whether a running engine of one can also serve the other. Models of different names share a file."""
+        if self.name.lower() == other.name.lower():
+            return (self.engine, self.source, self.options) == (other.engine, other.source, other.options)
+        is_same = (self.engine, self.options, self.ray) == (other.engine, other.options, other.ray)
+        if not is_same or self.adapters or self.engine not in ENGINES or self.source is None or other.source is None:
+            return False
+        return os.path.realpath(self.source) == os.path.realpath(other.source)
 
     def with_layout(self, layout: str | None) -> "ModelSpec":
         """Set the layout, if the engine has this option. `auto` is left out, because it is the default."""

@@ -9,7 +9,7 @@ import msgspec
 
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.sections import Cors, Keys, Telemetry, Tls
-from dragoman.core.types import Count, Seconds, SecondsOrZero, Word
+from dragoman.core.types import Count, ReasoningField, Seconds, SecondsOrZero, Word
 from dragoman.files.sources import models_directory
 
 
@@ -43,6 +43,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     models: tuple[ModelSpec, ...] = ()
     aliases: Mapping[str, str] = {}
     default: str | None = None
+    models_yaml: Word | None = None
+    """A file with more models, in the form of Lethean's `models.yaml`. The server reads it again after a change."""
+    require_model: bool = False
+    """Refuse requests without a model name."""
+    errors: Literal["openai", "lethean"] = "openai"
+    """`lethean`: the errors model_not_found and model_loading have their code as type too."""
+    reasoning_fields: Annotated[tuple[ReasoningField, ...], msgspec.Meta(min_length=1)] = (
+        "reasoning_content",
+        "reasoning",
+    )
+    """Fields of chat replies that contain the reasoning."""
     models_dir: tuple[Word, ...] | None = None
     """Directories whose models are served without an entry in `models`; None means the directory of `dragoman pull`,
     or no directory if the caller passes its own engine."""

@@ -160,6 +160,12 @@ class Engine:
     def models(self) -> Sequence[ModelInfo]:
         return [ModelInfo(type(self).__name__.removesuffix("Engine").lower() or "engine")]
 
+    def model_info(self, name: str) -> ModelInfo:
+        """Return the description of a model. The only model of an engine may be served under several names."""
+        models = self.models()
+        found = models[0] if len(models) == 1 else next((model for model in models if model.name == name), None)
+        return ModelInfo(name) if found is None else msgspec.structs.replace(found, name=name)
+
     def supports(self) -> frozenset[str]:
         """Return the names of the features that the engine has; see `Feature`."""
         found: set[str] = set()

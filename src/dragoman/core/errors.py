@@ -84,7 +84,7 @@ def quote(value: object) -> str:
 
 class DragomanError(Exception):
     status: ClassVar[int] = 500
-    type: ClassVar[str] = "server_error"
+    type: str = "server_error"
     code: ClassVar[str | None] = None
     max_message: ClassVar[int] = 2000
     """Characters."""

@@ -1,4 +1,4 @@
-"""Formats log lines as text or as one JSON object per line.
+"""Formats log lines as text, with the local time, or as one JSON object per line.
 
     {"time", "level", "logger", "message" [, "request_id"] [, "request"] [, "exception"]}
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-TEXT = "%(levelname)s %(name)s: %(message)s"
+TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 STYLE_VARIABLE = "DRAGOMAN_LOG_STYLE"
 """The environment variable that passes the settings to child processes."""
 EXTRAS = ("request_id", "request")
@@ -48,8 +48,11 @@ def escape(text: str) -> str:
 
 
 class TextFormatter(logging.Formatter):
+    default_msec_format = "%s.%03d"
+
     def format(self, record: logging.LogRecord) -> str:
         record.message = record.getMessage()
+        record.asctime = self.formatTime(record)
         lines = [escape(self.formatMessage(record))]
         if record.exc_info:
             lines += [INDENT + escape(line) for line in self.formatException(record.exc_info).split("\n")]

@@ -21,6 +21,9 @@ from dragoman.core.events import (
 )
 from dragoman.core.request import Message, Part, Reasoning, Text, ToolCall
 
+BETWEEN_PARTS = "\n\n"
+"""Joins thoughts, and contents, where a format has only one of them."""
+
 
 class Choice(msgspec.Struct, frozen=True):
     """One choice. `tokens` are those that its usage counts, `logprobs` those of its visible text."""
@@ -44,7 +47,7 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def reasoning(self) -> str:
-        return "".join([part.text for part in self.parts if isinstance(part, Reasoning)])
+        return BETWEEN_PARTS.join([part.text for part in self.parts if isinstance(part, Reasoning) and part.text])
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:

@@ -197,6 +197,8 @@ class Delivery(msgspec.Struct, frozen=True):
     token_ids: bool = False
     running_usage: bool = False
     timings: bool = False
+    reasoning_fields: tuple[str, ...] = ("reasoning_content", "reasoning")
+    """The fields of a chat reply that contain its reasoning."""
 
 
 class Asked(msgspec.Struct, frozen=True):

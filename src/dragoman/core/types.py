@@ -9,6 +9,7 @@ MAX_SECONDS = 366 * 86400.0
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 Word = Annotated[str, msgspec.Meta(min_length=1)]
+ReasoningField = Literal["reasoning_content", "reasoning", "thought"]
 RouteScope = Literal[
     "chat", "completions", "messages", "responses", "embeddings", "rerank", "models", "tokens", "stats", "admin"
 ]

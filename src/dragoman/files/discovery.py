@@ -4,7 +4,9 @@
     a requested name, in any case, matches
         -> the name, or its last part if that is unique
         -> base[:tag]: the name without its quantisation; the tag is the quantisation, an unknown tag is ignored
-        -> nothing, if it is the last part of several models
+        -> architecture[:tag], as in `llama`, `llama:8b`; the tag is the size of the model, or as above. `gemma3_text`,
+           the name of a text model beside one with images, means `gemma3` too
+        -> nothing, if it means several models
 
 Rules
 1. A requested name is compared with the names that were found. It is never used as a path.
@@ -45,9 +47,11 @@ MAX_FILES = 20_000
 MAX_SCAN_SECONDS = 5.0
 MAX_DESCRIPTION_BYTES = 16 << 20
 """Bytes of a file such as config.json."""
-KEYS = ("general.architecture", "general.type", "general.file_type")
+KEYS = ("general.architecture", "general.type", "general.file_type", "general.size_label")
 """Metadata that is read of a GGUF file."""
 _QUANTISATION = re.compile(r"(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|NVFP4|BF16|F16|F32|FP16|FP32)", re.IGNORECASE)
+_SIZE = re.compile(r"(?:\d+x)?\d+(?:\.\d+)?[kmbt](?:-a\d+(?:\.\d+)?[mb])?")
+"""As in 8b, 8x7b or 30b-a3b, in lower case."""
 _SUFFIX = re.compile(rf"(?P<base>.+)[-._](?P<tag>{_QUANTISATION.pattern})", re.IGNORECASE)
 _FILE_TYPES = """
     0=F32 1=F16 2=Q4_0 3=Q4_1 7=Q8_0 8=Q5_0 9=Q5_1 10=Q2_K 11=Q3_K_S 12=Q3_K_M 13=Q3_K_L 14=Q4_K_S 15=Q4_K_M 16=Q5_K_S
@@ -68,12 +72,25 @@ class DiscoveredModel(msgspec.Struct, frozen=True):
     """Bytes of all its files."""
     architecture: str | None = None
     quantisation: str | None = None
+    family: str | None = None
+    """The architecture as GGUF files and `model_type` name it."""
+    size_label: str | None = None
+    """Such as 8B."""
 
     @property
     def base(self) -> str:
         """The name without its quantisation."""
         cut = _SUFFIX.fullmatch(self.name)
         return cut["base"] if cut else self.name
+
+    def is_of(self, family: str, tag: str) -> bool:
+        """Whether the name of an architecture, and a size if the tag is one, mean this model. Both are lower case."""
+        if self.family is None or family not in (self.family.lower(), f"{self.family.lower()}_text"):
+            return False
+        if not _SIZE.fullmatch(tag):
+            return True
+        sizes = [self.size_label.lower()] if self.size_label else re.split(r"[-_./]", self.name.lower())
+        return tag in sizes
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -87,8 +104,8 @@ class _Entry(msgspec.Struct, frozen=True):
 
 _Version = tuple[str, tuple[tuple[int, int, int], ...]]
 """The path of a model, and the size, modification time and inode of each of its files."""
-_Description = tuple[str | None, str | None]
-"""Architecture and quantisation."""
+_Description = tuple[str | None, str | None, str | None, str | None]
+"""Architecture, quantisation, family and size."""
 
 
 class Discovery:
@@ -148,7 +165,8 @@ class Discovery:
             if not _QUANTISATION.fullmatch(tag) or (model.quantisation or "").lower() == tag
         ]
         exact = [model for model in tagged if base in (model.name.lower(), model.base.lower())]
-        return exact or [model for model in tagged if base in (_last_part(model.name), _last_part(model.base))]
+        named = exact or [model for model in tagged if base in (_last_part(model.name), _last_part(model.base))]
+        return named or [model for model in tagged if model.is_of(base, tag)]
 
 
 def _last_part(name: str) -> str:
@@ -286,18 +304,23 @@ def _describe_gguf(entry: _Entry, metadata: Mapping[str, Value]) -> _Description
     suffix = _SUFFIX.fullmatch(entry.name)
     by_name = suffix["tag"].upper() if suffix else None
     by_type = FILE_TYPES.get(file_type) if isinstance(file_type, int) else None
-    return (None if architecture is None else str(architecture)), by_name or by_type
+    family, label = (_text(metadata.get(key)) for key in ("general.architecture", "general.size_label"))
+    return family, by_name or by_type, family, label
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
 
 
 def _describe_directory(folder: Path) -> _Description:
     if not (folder / "config.json").is_file():
-        return None, None  # params.json has neither
+        return None, None, None, None  # params.json has nothing of this
     try:
         config = json.loads(read_description(folder / "config.json"))
         architectures = config.get("architectures") or [config.get("model_type")]
         quantisation = config.get("quantization_config") or {}
         kind = quantisation.get("quant_method") or config.get("torch_dtype") or config.get("dtype")
-        return (None if architectures[0] is None else str(architectures[0])), (None if kind is None else str(kind))
+        return _text(architectures[0]), _text(kind), _text(config.get("model_type")), None
     except (OSError, ValueError, AttributeError, IndexError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{folder}/config.json cannot be read: {error}") from error
 

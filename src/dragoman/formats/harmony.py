@@ -29,7 +29,7 @@ HARMONY = ModelFormat(
 
 CHANNEL = ModelFormat(
     name="channel",
-    channels=Channels(open="<|channel>"),
+    channels=Channels(open="<|channel>", ends=("<channel|>",), answer="final"),
     calls=(CallSection(JsonCall(), open="<tool_call>", close="</tool_call>"),),
     template_markers=(("<|channel>",),),
 )

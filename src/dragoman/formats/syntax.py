@@ -110,7 +110,7 @@ class Channels(msgspec.Struct, frozen=True):
 
     `message` separates the header (the name and other words) from the text. Without it, the header is the name.
     `start` begins a header before its channel. `recipient` in the header names a tool; the text is then the arguments
-    and ends with `call_end`, which is one of `ends`.
+    and ends with `call_end`, which is one of `ends`. The header of the channel `answer` ends reasoning too.
     """
 
     open: str
@@ -120,6 +120,7 @@ class Channels(msgspec.Struct, frozen=True):
     start: str = ""
     recipient: str = ""
     call_end: str = ""
+    answer: str = ""
 
 
 class ModelFormat(msgspec.Struct, frozen=True):
@@ -172,8 +173,8 @@ def reasoning_tags(syntax: ModelFormat) -> tuple[Tags, ...]:
         return syntax.thoughts
     if channels.message:
         return (Tags(f"{channels.open}{channels.hidden[1]}{channels.message}", channels.ends[0]),)
-    end = channels.ends[0] if channels.ends else f"{channels.open}final"
-    return (*syntax.thoughts, Tags(f"{channels.open}{channels.hidden[0]}", end))
+    closers = (f"{channels.open}{channels.answer}",) if channels.answer else ()
+    return tuple(Tags(f"{channels.open}{channels.hidden[0]}", close) for close in (*closers, *channels.ends))
 
 
 def reasoning_end(syntax: ModelFormat, tags: Tags) -> str:

@@ -3,32 +3,32 @@
     name -> trimmed, lower case; an empty name means the default model
          -> a configured model
          -> NAME/MODEL, where NAME is a configured model that stands for all models of a server
-         -> an alias (exact, then the most specific matching pattern) of one of these or of a model in the models folder
-         -> a model in the models folder (see `discovery`)
+         -> an alias (exact, then the most specific matching pattern) of whatever a request may name
          -> NAME:latest, where NAME is a configured model
+         -> a model in the models folder, by its name or its architecture (see `discovery`)
          -> 404, with similar names
 
 Rules
 1. A name is never used as a path.
 2. An engine is loaded once; concurrent requests wait for the same load.
-3. Models that share an engine share its slots and its queue.
+3. Models with the same file and options share an engine, its slots and its queue.
 4. Before a model is loaded, its configuration and its file describe it.
 5. A new configuration leaves unchanged models and running requests alone.
 """
 
 import asyncio
 import difflib
-import fnmatch
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
+from dragoman.config.aliases import AliasTable
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
 from dragoman.core.engine import Engine
-from dragoman.core.errors import ConfigError, ModelNotFound, NotSupported
+from dragoman.core.errors import BadRequest, ConfigError, ModelNotFound, NotSupported
 from dragoman.engines import DEFAULT_ENGINE, DIRECTORY_ENGINE, engine_class
 from dragoman.files.discovery import DiscoveredModel, Discovery
 from dragoman.models.engine_loader import EngineFactory, OnEngineLost, local_engine
@@ -46,20 +46,6 @@ ALIAS = re.compile(r"[\w.:/@+-]{1,100}", re.ASCII)
 """A name that an error suggests as an alias."""
 MAX_LISTED = 20
 """Names in an error message."""
-
-
-class AliasTable:
-    """Aliases from the most to the least specific pattern; equally specific ones in the order of the file."""
-
-    def __init__(self, aliases: Mapping[str, str]) -> None:
-        self.targets: dict[str, str] = {}
-        for pattern, target in sorted(aliases.items(), key=lambda alias: _vagueness(alias[0])):
-            self.targets.setdefault(pattern.lower(), target)
-
-    def resolve(self, name: str) -> str | None:
-        if name in self.targets:
-            return self.targets[name]
-        return next((target for pattern, target in self.targets.items() if fnmatch.fnmatchcase(name, pattern)), None)
 
 
 class Catalog:
@@ -108,7 +94,8 @@ class Catalog:
         old_models = {name: model for name, model in self.models.items() if name not in self._own_names}
         self.models = {name: model for name, model in self.models.items() if name in self._own_names}
         for spec in settings.models:
-            host = self._host_for(spec, settings, old_models.get(spec.name.lower()))
+            own = old_models.get(spec.name.lower())
+            host = self._host_for(spec, settings, *self.models.values(), *([own] if own else []), *old_models.values())
             self.models |= {name.lower(): ServedModel(name, host, spec) for name in spec.names}
         old_folder_models, folder_models = self._folder_models, {}
         for path, model in old_folder_models.items():
@@ -128,11 +115,17 @@ class Catalog:
         self.discovery = Discovery(settings.folders)
         self._scanned_at = -math.inf
 
-    def _host_for(self, spec: ModelSpec, settings: Settings, old: ServedModel | None = None) -> ModelHost:
-        """Return the old model's host if the new spec runs like the old one, otherwise a new host."""
-        if old is not None and old.spec is not None and old.spec.can_share_engine(spec):
+    def _host_for(self, spec: ModelSpec, settings: Settings, *known: ServedModel) -> ModelHost:
+        """Return the host of the first known model that the engine of this one can also serve, otherwise a new host."""
+        keep_alive = settings.keep_alive if spec.keep_alive is None else spec.keep_alive
+        old = next((old for old in known if old.spec is not None and old.spec.can_share_engine(spec)), None)
+        if old is not None:
             host = old.host
-            host.spec = spec
+            if self.models.get(old.name.lower()) is old:
+                # Two names of this configuration: the engine stays as long as either of them asks for.
+                keep_alive = max(keep_alive, self.lifecycle.residency_of(host).keep_alive)
+            else:
+                host.spec = spec
             host.set_limits(settings.limits)
             host.failures.reset_pause()
         else:
@@ -145,7 +138,7 @@ class Catalog:
                 slots if isinstance(slots, int) else None,
                 spec,
             )
-        self.lifecycle.add(host, settings.keep_alive if spec.keep_alive is None else spec.keep_alive)
+        self.lifecycle.add(host, keep_alive)
         return host
 
     @property
@@ -158,16 +151,8 @@ class Catalog:
         """Return the model for a name, using the last scan of the folders."""
         key = name.strip().lower() or (self.default or "").lower()
         if len(key) <= MAX_NAME_LENGTH:
-            if (model := self._find_configured(key)) is not None:
-                return model
-            if (target := self._aliases.resolve(key)) is not None:
-                model = self._find_configured(target.lower()) or self._find_in_folder(target.lower())
-                if model is not None:
-                    return model
-            if (model := self._find_in_folder(key)) is not None:
-                return model
-            base, _, tag = key.rpartition(":")
-            if tag == "latest" and (model := self._find_configured(base)) is not None:
+            model = self._lookup(key)
+            if model is not None:
                 return model
         raise ModelNotFound(self._not_found_message(name), param="model")
 
@@ -179,6 +164,12 @@ class Catalog:
             except (ModelNotFound, NotSupported):
                 return
             yield model
+
+    async def find_requested(self, name: str) -> ServedModel:
+        """Return the model that a request names. The settings may refuse a request that names none."""
+        if self._settings.require_model and not name.strip():
+            raise BadRequest("model: required, but missing; GET /v1/models lists the models", param="model")
+        return await self.find(name)
 
     async def find(self, name: str) -> ServedModel:
         """Return the model for a name; scan the folders again if it is unknown."""
@@ -228,6 +219,18 @@ class Catalog:
         """Yield the models of the folders that an installed engine can run."""
         return (found for found in self.discovery.found.values() if _engine_for(found) is not None)
 
+    def _lookup(self, key: str, aliases: tuple[str, ...] = ()) -> ServedModel | None:
+        """Return the model for a name in lower case. `aliases` led to it."""
+        if (model := self._find_configured(key)) is not None:
+            return model
+        target = None if key in aliases else self._aliases.resolve(key)
+        if target is not None and (model := self._lookup(target.lower(), (*aliases, key))) is not None:
+            return model
+        base, _, tag = key.rpartition(":")
+        if tag == "latest" and (model := self._find_configured(base)) is not None:
+            return model
+        return self._find_in_folder(key)
+
     def _find_configured(self, key: str) -> ServedModel | None:
         if key in self.models:
             return self.models[key]
@@ -271,12 +274,6 @@ class Catalog:
         if self._scan_task is not None:
             self._scan_task.cancel()
         await self.lifecycle.stop()
-
-
-def _vagueness(pattern: str) -> tuple[int, int, int]:
-    """Sort key: patterns with more literal characters come first."""
-    stars, single = pattern.count("*"), pattern.count("?")
-    return stars + single - len(pattern), stars, -single
 
 
 def _similar_names(name: str, names: Sequence[str]) -> list[str]:

@@ -114,7 +114,7 @@ class ServedModel:
     @property
     def info(self) -> ModelInfo:
         """The engine's description of the model, once it is loaded."""
-        return next((info for info in self._engine_models if info.name == self.name), ModelInfo(self.name))
+        return ModelInfo(self.name) if self.host.engine is None else self.host.engine.model_info(self.name)
 
     def member(self, name: str) -> "ServedModel | None":
         """Return one of the models that this one stands for; any name is accepted until the engine lists them."""

@@ -75,7 +75,13 @@ def _read_channel_name(sections: SectionReader, channels: Channels, match: Marke
         emit(match.text + spaces)
         return emit
     yield from buffer.skip_space()
-    return sections.writer.write_thought if name.lower() in channels.hidden else sections.writer.write_text
+    return _switch(sections, name.lower() in channels.hidden)
+
+
+def _switch(sections: SectionReader, is_hidden: bool) -> Emit:
+    """Return where the text of a new channel goes."""
+    sections.writer.begin_thought()
+    return sections.writer.write_thought if is_hidden else sections.writer.write_text
 
 
 def _read_header(sections: SectionReader, channels: Channels, match: MarkerMatch, emit: Emit) -> Parser[Emit]:
@@ -90,7 +96,7 @@ def _read_header(sections: SectionReader, channels: Channels, match: MarkerMatch
     name = re.search(re.escape(channels.open) + r"\s*(\w+)", header)
     tool = re.search(re.escape(channels.recipient) + r"([\w.:/-]+)", header) if channels.recipient else None
     is_hidden = name is not None and name[1].lower() in channels.hidden
-    emit = sections.writer.write_thought if is_hidden else sections.writer.write_text
+    emit = _switch(sections, is_hidden)
     yield from sections.buffer.skip_space()
     if tool is not None and sections.tools and (not is_hidden or tool[1] in sections.tools):
         yield from _read_call(sections, channels, tool[1], emit)

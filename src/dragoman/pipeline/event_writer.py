@@ -5,6 +5,7 @@ Rules
 2. A token is counted with the text it begins in. Tokens of markers and held text count with the next event. Token ids
    go where the token is counted.
 3. Log probabilities go only with the text and reasoning that they consist of.
+4. Two thoughts with nothing between them are joined with a blank line.
 """
 
 import os
@@ -17,10 +18,11 @@ import msgspec
 
 from dragoman.core.errors import DECODE_ERRORS
 from dragoman.core.events import Event, ReasoningDelta, TextDelta, TokenLogprob, ToolCallDelta, ToolCallStart
+from dragoman.core.reply import BETWEEN_PARTS
 from dragoman.core.request import Tool
 from dragoman.pipeline.text_buffer import TextBuffer
 
-Kind = Literal["text", "thought", "start", "arguments"]
+Kind = Literal["text", "thought", "gap", "start", "arguments"]
 
 
 MIN_FENCE = 3
@@ -47,6 +49,7 @@ class EventWriter:
         self._ticks = 0
         self.has_thought = False
         """Whether the current reasoning has any text yet."""
+        self._last_is_thought = False
         self.calls: list[str] = []
         self.warnings: list[str] = []
         self.has_started_call = False
@@ -77,6 +80,7 @@ class EventWriter:
     def track_text(self, text: str) -> None:
         """Update the state for visible text."""
         self.has_text = self.has_text or bool(text)
+        self._last_is_thought = False
         self.first_char = self.first_char or text.lstrip()[:1]
         if "`" in text or self._ticks:
             self._read_fences(text)
@@ -96,15 +100,21 @@ class EventWriter:
         """Whether text that follows now is inside a code fence."""
         return _fence_after(self._fence, self._ticks) > 0
 
+    def begin_thought(self) -> None:
+        self.has_thought = False
+
     def write_thought(self, text: str) -> None:
         if text:
-            self.has_thought = True
+            if self._last_is_thought and not self.has_thought:
+                self._add("gap", BETWEEN_PARTS)
+            self.has_thought = self._last_is_thought = True
             self._add("thought", text)
 
     def start_call(self, name: str) -> None:
         """Raises `MalformedCall` if a call of this tool is not allowed here."""
         if self.strict and name not in self._tools:
             raise MalformedCall
+        self._last_is_thought = False
         self.has_started_call = True
         self.calls.append(name)
         self._add("start", name)
@@ -150,6 +160,9 @@ class EventWriter:
             text = "".join(pieces)
             if kind == "start":
                 out.append(ToolCallStart(f"call_{os.urandom(12).hex()}", text))
+                continue
+            if kind == "gap":
+                out.append(ReasoningDelta(text, 0))
                 continue
             count, tokens, logprobs = self._take_tokens(end - len(text), end)
             if kind == "arguments":

@@ -203,8 +203,7 @@ def _reply_format(engine: Engine, request: GenerationRequest) -> ModelFormat:
     """Return the format of the reply. Completions are raw output."""
     if not request.messages or engine.emits_tool_calls:
         return PLAIN
-    names = [info.format for info in engine.models() if info.name == request.model]
-    syntax = get_format(names[0]) if names else PLAIN
+    syntax = get_format(engine.model_info(request.model).format)
     # Without a call syntax, a required call is constrained to bare JSON.
     return JSON if syntax is PLAIN and request.tool_choice.mode in ("required", "named") else syntax
 
@@ -252,7 +251,7 @@ async def _run_choices(
 
 async def _check_prompt_lengths(engine: Engine, requests: Sequence[GenerationRequest]) -> None:
     """Reject a prompt that is too long before another prompt is answered, while an error status can still be sent."""
-    context = next((info.context for info in engine.models() if info.name == requests[0].model), None)
+    context = engine.model_info(requests[0].model).context
     if context is None or Feature.COUNT_TOKENS not in engine.supports():
         return
     for request in requests:

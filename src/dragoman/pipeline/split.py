@@ -181,6 +181,7 @@ class SplitStage:
             held: list[str] = []
             closer = yield from self._buffer.read_until(self._closers, held.append)
             if closer.marker:
+                self._writer.begin_thought()
                 self._writer.write_thought("".join(held))
                 yield from self._buffer.skip_space()
             else:
@@ -204,7 +205,7 @@ class SplitStage:
         """Read reasoning from after its opener to after its closer."""
         self._depth = 0
         yield from self._buffer.skip_space()
-        self._writer.has_thought = False
+        self._writer.begin_thought()
         while True:
             match = yield from self._buffer.read_until(self._inside, self._writer.write_thought)
             if not match.marker:

@@ -60,7 +60,11 @@ def application(settings: Settings, *, entrance_cpus: float = 0.0) -> serve.Appl
     because an entrance without a free CPU would never start."""
     # The deployments define the models and how long they stay.
     fixed = msgspec.structs.replace(settings, models_dir=(), memory=None, keep_alive=math.inf)
-    deployed = [spec for spec in settings.models if not engine_class(spec.engine).runs_elsewhere]
+    deployed: list[ModelSpec] = []
+    for spec in settings.models:
+        is_shared = any(other.can_share_engine(spec) for other in deployed)
+        if not is_shared and not engine_class(spec.engine).runs_elsewhere:
+            deployed.append(spec)
     # Deployment names allow fewer characters; the number keeps them unique.
     names = {spec.name: f"model-{at}-{re.sub(r'[^A-Za-z0-9._-]', '-', spec.name)}" for at, spec in enumerate(deployed)}
 

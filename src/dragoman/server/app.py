@@ -64,6 +64,7 @@ class App(BaseApp):
         engine_factory: EngineFactory | None = None,
     ) -> None:
         """`reload_settings` loads the settings again; `engine_factory` makes engines that run elsewhere."""
+        self._engines = engines
         self.catalog = Catalog(settings, engines, engine_factory)
         super().__init__(routes, settings, TelemetryRecorder(settings.telemetry, settings.event_log))
         limits = settings.limits
@@ -160,8 +161,7 @@ class App(BaseApp):
 
     def start(self) -> None:
         super().start()
-        names = [model.name for model in self.catalog.models.values()]
-        self.telemetry.events.start(describe_run(self.settings, names))
+        self.telemetry.events.start(describe_run(self.settings, self._engines))
 
     async def stop(self) -> None:
         if self._is_stopped:

@@ -27,6 +27,8 @@ from dragoman.core.errors import (
     ConfigError,
     DragomanError,
     MethodNotAllowed,
+    ModelLoading,
+    ModelNotFound,
     NotSupported,
     Unavailable,
     UpgradeRequired,
@@ -157,6 +159,13 @@ class BaseApp(ABC):
     @abstractmethod
     def _answer(self, exchange: HttpExchange, route: Route[Any]) -> Awaitable[None]: ...
 
+    def public_error(self, exchange: HttpExchange, error: Exception) -> DragomanError:
+        """The error as the client sees it, with the type that the settings ask for."""
+        shown = exchange.public_error(error)
+        if self.settings.errors == "lethean" and isinstance(shown, ModelNotFound | ModelLoading):
+            shown.type = shown.code or shown.type
+        return shown
+
     def is_strict(self, exchange: HttpExchange) -> bool:
         header = exchange.headers.get(b"x-dragoman-strict")
         return self.settings.strict if header is None else header.lower() in (b"true", b"1")
@@ -181,11 +190,11 @@ class BaseApp(ABC):
         except asyncio.CancelledError:
             error = exchange.take_cancellation()
             if error is not None:
-                await self._fail(exchange, exchange.public_error(error))
+                await self._fail(exchange, self.public_error(exchange, error))
             elif not exchange.is_disconnected:
                 raise
         except Exception as error:  # noqa: BLE001 (sent to the client and logged)
-            await self._fail(exchange, exchange.public_error(error))
+            await self._fail(exchange, self.public_error(exchange, error))
         finally:
             self.exchanges.discard(exchange)
             exchange.close()

@@ -112,7 +112,6 @@ class ResponseWriter:
     stream_type = EVENT_STREAM
     is_streaming = False
     """Whether a silent stream gets comment frames."""
-    _ignored: tuple[str, ...] = ()
     _warnings: tuple[str, ...] = ()
     _head_sent: asyncio.Event | None = None
     """Set while the head of a stream is being sent."""
@@ -132,7 +131,7 @@ class ResponseWriter:
 
     def ignore(self, params: Iterable[str]) -> None:
         """Name parameters that the engine does not honour in X-Dragoman-Ignored."""
-        self._ignored = tuple(dict.fromkeys((*self._ignored, *params)))
+        self._record.ignored = tuple(dict.fromkeys((*self._record.ignored, *params)))
 
     def warn(self, message: str) -> None:
         """Log a warning about the reply, and name it in X-Dragoman-Warning if the headers are not sent yet."""
@@ -142,7 +141,7 @@ class ResponseWriter:
 
     def clear_notes(self) -> None:
         """Forget ignored parameters and warnings of a model that failed, before a fallback model runs."""
-        self._ignored = self._warnings = ()
+        self._record.ignored = self._warnings = ()
 
     def send_json(self, payload: object, status: int = 200) -> Awaitable[None]:
         return self.send(msgspec.json.encode(payload), JSON, status)
@@ -166,8 +165,8 @@ class ResponseWriter:
         headers = [(b"content-type", content_type), (b"x-request-id", request_id), *self.extra_headers]
         if self.family.id_header is not None:
             headers.append((self.family.id_header, request_id))
-        if self._ignored:
-            headers.append((b"x-dragoman-ignored", _list_header(self._ignored)))
+        if self._record.ignored:
+            headers.append((b"x-dragoman-ignored", _list_header(self._record.ignored)))
         if self._warnings:
             headers.append((b"x-dragoman-warning", _list_header(self._warnings)))
         if self.quota_lease is not None:

@@ -86,7 +86,7 @@ class LocalModelLease(ModelLease):
         """Find the model with this name, and check that the caller may use it."""
         try:
             # Most requests name a configured model.
-            model = self._catalog.models.get(name.strip().lower()) or await self._catalog.find(name)
+            model = self._catalog.models.get(name.strip().lower()) or await self._catalog.find_requested(name)
         except ModelNotFound:
             if self._caller.models is None:
                 raise

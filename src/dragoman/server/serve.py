@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import uvloop
@@ -30,6 +31,7 @@ from dragoman.server.routes import ENGINES_ONLY, build_app
 log = logging.getLogger("dragoman")
 
 RETRY_SECONDS = 0.2
+WATCH_SECONDS = 1.0
 MAX_WORKERS, CPUS_PER_WORKER = 4, 4
 
 
@@ -142,6 +144,7 @@ async def _serve(app: App, count: int) -> None:
     server = HttpServer(app, sockets[0]) if count == 1 else FrontEndSupervisor(app, sockets)
     token_file = TokenFile(app.admin_token, settings.host, port, settings.socket)
     preload = asyncio.create_task(_preload(app, stopping.set))
+    watcher = asyncio.create_task(_watch_models(app))
     with _signals(app, stopping, forced, server):
         try:
             await server.run(stopping, lambda: _log_address(app, port))
@@ -155,6 +158,7 @@ async def _serve(app: App, count: int) -> None:
             file.remove()
             token_file.remove()
             preload.cancel()
+            watcher.cancel()
             await server.end()
             await app.stop()
     if error := _failure(preload):
@@ -214,6 +218,31 @@ async def _reload(app: App) -> None:
         return
     if result.restart_needed:
         log.warning("these settings change only after a restart: %s", ", ".join(result.restart_needed))
+
+
+async def _watch_models(app: App) -> None:
+    """Reload after `models.yaml` has changed, once it stays the same from one look to the next."""
+    applied = seen = await asyncio.to_thread(_file_version, app.settings.models_yaml)
+    while app.can_reload:
+        await asyncio.sleep(WATCH_SECONDS)
+        path = app.settings.models_yaml
+        if path is None:
+            continue
+        version = await asyncio.to_thread(_file_version, path)
+        if version == seen != applied:
+            applied = version
+            log.info("%s has changed", path)
+            await _reload(app)
+        seen = version
+
+
+def _file_version(path: str | None) -> tuple[int, int, int] | None:
+    """The version of a file; None if it cannot be read."""
+    try:
+        status = Path(path or "").stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 async def _preload(app: App, stop: Callable[[], None]) -> None:

@@ -46,6 +46,8 @@ OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
 class VllmEngine(TokenEngine):
     Options = VllmOptions
     loads_directory = True
+    device = "auto"
+    """Chosen by vLLM when the model is loaded."""
 
     def __init__(self, name: str, options: VllmOptions) -> None:
         # Tokenizing releases the GIL but rendering does not, so more threads would only wait for it.

@@ -5,8 +5,8 @@
     stream    := role-chunk (content-chunk)* finish-chunk      for every choice, interleaved
                  usage-chunk?  "[DONE]"
 
-Reasoning is read from the first of `reasoning_content`, `reasoning`, `reasoning_details` and `thinking_blocks` that has
-text. A tool result does not need a matching call.
+Reasoning is read from the first of `reasoning_content`, `reasoning`, `thought`, `reasoning_details` and
+`thinking_blocks` that has text. A tool result does not need a matching call.
 """
 
 import re
@@ -29,7 +29,7 @@ from dragoman.core.events import (
     Usage,
 )
 from dragoman.core.features import Feature
-from dragoman.core.reply import Choice, Reply
+from dragoman.core.reply import BETWEEN_PARTS, Choice, Reply
 from dragoman.core.request import (
     Asked,
     GenerationRequest,
@@ -46,8 +46,6 @@ from dragoman.protocols.reply_extras import encode_prompt_logprobs, encode_timin
 
 MAX_TEMPLATE_OPTIONS = 32
 MAX_OPTION_BYTES = 4096
-BETWEEN_TEXTS = "\n\n"
-"""Joins texts that reasoning or a call separated: a message has only one content."""
 OPTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
@@ -72,6 +70,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     function_call: CalledFunction | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    thought: str | None = None
     reasoning_details: list[dict[str, Any]] | None = None
     thinking_blocks: list[dict[str, Any]] | None = None
 
@@ -159,7 +158,7 @@ def _message(field: ChatMessage, path: str, asked: list[Asked]) -> Message:
         if field.content is None:
             raise BadRequest(f"{path}.content: a {field.role} message needs content", param=f"{path}.content")
         return Message(field.role, content, field.name)
-    text = field.reasoning_content or field.reasoning
+    text = field.reasoning_content or field.reasoning or field.thought
     text = text or _join_text(field.reasoning_details) or _join_text(field.thinking_blocks)
     reasoning = (Reasoning(text),) if text else ()
     return Message("assistant", (*reasoning, *content, *_calls(field, path, asked)), field.name)
@@ -218,15 +217,18 @@ class ChatEncoder(openai.StreamEncoder):
         """The index of the last call of each choice."""
         self._interrupted: dict[int, bool] = {}
         """Choices that have text: whether reasoning or a call followed the last text."""
+        self._ended_thoughts: dict[int, bool] = {}
+        """Choices that have reasoning: whether it is followed by text, a call or a signature."""
         self._legacy = LEGACY_TOOLS in request.asked
+        self._reasoning_fields = request.delivery.reasoning_fields
 
     def _text(self, choice: int, text: str) -> dict[str, Any]:
         return {"index": choice, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
 
     def _text_frames(self, choice: int, texts: list[str]) -> bytes:
         if self._interrupted.get(choice):
-            texts = [BETWEEN_TEXTS, *texts]
-        self._interrupted[choice] = False
+            texts = [BETWEEN_PARTS, *texts]
+        self._begin_text(choice)
         return super()._text_frames(choice, texts)
 
     def _frame(self, choice: int, event: Event) -> bytes:
@@ -252,18 +254,28 @@ class ChatEncoder(openai.StreamEncoder):
         entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return self._chunk([entry | token_ids])
 
-    def _reasoning_delta(self, choice: int, event: ReasoningDelta) -> dict[str, Any] | None:
-        if not event.text:
-            return None
-        self._interrupt(choice)
-        return {"reasoning_content": event.text, "reasoning": event.text}
-
     def _text_delta(self, choice: int, event: TextDelta) -> dict[str, Any] | None:
         if not event.text:
             return {"content": ""} if event.logprobs else None
-        separator = BETWEEN_TEXTS if self._interrupted.get(choice) else ""
-        self._interrupted[choice] = False
+        separator = BETWEEN_PARTS if self._interrupted.get(choice) else ""
+        self._begin_text(choice)
         return {"content": separator + event.text}
+
+    def _begin_text(self, choice: int) -> None:
+        self._interrupted[choice] = False
+        if choice in self._ended_thoughts:
+            self._ended_thoughts[choice] = True
+
+    def _reasoning_delta(self, choice: int, event: ReasoningDelta) -> dict[str, Any] | None:
+        delta = None
+        if event.text:
+            separator = BETWEEN_PARTS if self._ended_thoughts.get(choice) else ""
+            self._ended_thoughts[choice] = False
+            delta = dict.fromkeys(self._reasoning_fields, separator + event.text)
+            self._interrupt(choice)
+        if event.signature and choice in self._ended_thoughts:
+            self._ended_thoughts[choice] = True
+        return delta
 
     def _interrupt(self, choice: int) -> None:
         if choice in self._interrupted:
@@ -273,6 +285,8 @@ class ChatEncoder(openai.StreamEncoder):
         """Encode a piece of a call; only the first piece has an id and a name."""
         if isinstance(event, ToolCallStart):
             self._interrupt(choice)
+            if choice in self._ended_thoughts:
+                self._ended_thoughts[choice] = True
             self._calls[choice] = self._calls.get(choice, -1) + 1
             opening, function = {"id": event.id, "type": "function"}, {"name": event.name, "arguments": ""}
         elif event.arguments:
@@ -316,7 +330,7 @@ def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict
         "choices": [
             {
                 "index": choice.index,
-                "message": _reply_message(choice, legacy),
+                "message": _reply_message(choice, legacy, request.delivery.reasoning_fields),
                 "logprobs": _logprobs(choice.logprobs),
                 "finish_reason": _finish_reason(choice.reason, legacy),
                 **({"token_ids": choice.tokens} if delivery.token_ids else {}),
@@ -329,13 +343,13 @@ def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict
     }
 
 
-def _reply_message(choice: Choice, legacy: bool) -> dict[str, Any]:
+def _reply_message(choice: Choice, legacy: bool, reasoning_fields: Sequence[str]) -> dict[str, Any]:
     calls = choice.tool_calls
-    text = BETWEEN_TEXTS.join([part.text for part in choice.parts if isinstance(part, Text)])
+    text = BETWEEN_PARTS.join([part.text for part in choice.parts if isinstance(part, Text)])
     content = text or None if calls else text
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if reasoning := choice.reasoning:
-        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        message |= dict.fromkeys(reasoning_fields, reasoning)
     functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
     if functions and legacy:
         message["function_call"] = functions[0]

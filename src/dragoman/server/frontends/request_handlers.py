@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from dragoman.core import loop_guard
-from dragoman.core.engine import Engine, ModelInfo, WorkerControl
+from dragoman.core.engine import Engine, WorkerControl
 from dragoman.core.errors import DragomanError, EngineFailed
 from dragoman.core.features import Feature
 from dragoman.core.request import GenerationRequest
@@ -300,8 +300,9 @@ class RequestHandlers:
 
 
 def _describe(engine: Engine, name: str) -> EngineInfo:
-    model = next((model for model in engine.models() if model.name == name), ModelInfo(name))
-    return EngineInfo((model,), engine.supports() & PIPELINE_FEATURES, emits_tool_calls=engine.emits_tool_calls)
+    return EngineInfo(
+        (engine.model_info(name),), engine.supports() & PIPELINE_FEATURES, emits_tool_calls=engine.emits_tool_calls
+    )
 
 
 async def _call_app(app: Any, scope: dict[str, Any], body: bytes, disconnected: asyncio.Event) -> messages.RelayReply:

@@ -108,7 +108,7 @@ class _Generation:
             return
         if not response.is_started:
             raise failure
-        await response.end(self._encoder.fail(exchange.public_error(failure)))
+        await response.end(self._encoder.fail(self._app.public_error(exchange, failure)))
 
     async def _run(self, decoded: GenerationRequest, is_fallback: bool = False) -> GenerationRequest:
         """Generate with the model or a fallback. Returns the request as that model got it."""
@@ -217,6 +217,15 @@ def _complete_request(
     if info.sampling is not None:
         limit = info.sampling.max_tokens if limit is None else limit
         sampling = info.sampling.fill(sampling)
+    delivery, fields = decoded.delivery, app.settings.reasoning_fields
+    if delivery.reasoning_fields != fields:
+        delivery = msgspec.structs.replace(delivery, reasoning_fields=fields)
     return msgspec.structs.replace(
-        decoded, id=record.id, model=info.model, principal=record.principal, max_tokens=limit, sampling=sampling
+        decoded,
+        id=record.id,
+        model=info.model,
+        principal=record.principal,
+        max_tokens=limit,
+        sampling=sampling,
+        delivery=delivery,
     )

@@ -60,7 +60,7 @@ async def tokenize(app: App, exchange: HttpExchange) -> None:
         tokens = await _tokenize(engine, model, decoded, exchange)
         wants_texts = decoded.asks_for(Feature.TOKEN_TEXTS) and Feature.TOKEN_TEXTS in engine.supports()
         texts = await call_engine(engine.token_texts, tokens) if wants_texts else None
-        context = next((info.context for info in engine.models() if info.name == model), None)
+        context = engine.model_info(model).context
     await exchange.response.send_json(wire_tokens.encode_tokens(decoded, tokens, context, texts))
 
 

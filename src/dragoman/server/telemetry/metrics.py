@@ -60,6 +60,8 @@ class RequestRecord(msgspec.Struct, omit_defaults=True):
     finish: str | None = None
     error: str | None = None
     warnings: int = 0
+    ignored: tuple[str, ...] = ()
+    """Parameters that the engine did not honour."""
     trace: str | None = None
     """The client's `traceparent`, if tracing is on."""
 
@@ -77,7 +79,8 @@ class RequestRecord(msgspec.Struct, omit_defaults=True):
         tokens = f"{self.prompt_tokens}+{self.completion_tokens} tokens"
         parts = (self.id, self.principal, self.route, self.model or "-", str(self.status), tokens)
         end = self.error or self.finish or "-"
-        return f"{' '.join(parts)} {self.duration_us / 1000:.1f} ms {end}"
+        ignored = f", ignored: {', '.join(self.ignored)}" if self.ignored else ""
+        return f"{' '.join(parts)} {self.duration_us / 1000:.1f} ms {end}{ignored}"
 
 
 class Histogram:

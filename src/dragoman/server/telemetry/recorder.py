@@ -2,9 +2,9 @@
 
 The event log is a file of JSON lines:
 
-    run_start  schema, time, host, version, models, engines, config (without secrets)
+    run_start  schema, time, host, version, models (name, engine, device), config (without secrets)
     request    id, time, route, scope, client, model, principal, status, tokens, times in microseconds (queue, first
-               event, first token, duration), finish, error, number of warnings
+               event, first token, duration), finish, error, number of warnings, ignored parameters
     run_end    time, totals
 
 The id of a request is the id of its response and its `x-request-id` header. Every line is written immediately, so it
@@ -27,9 +27,11 @@ import msgspec
 
 from dragoman.config.sections import Telemetry
 from dragoman.config.settings import Settings
+from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError
 from dragoman.core.urls import remove_credentials
 from dragoman.core.version import __version__
+from dragoman.engines import engine_class
 from dragoman.server.telemetry.metrics import Metrics, RequestRecord
 
 SCHEMA = 1
@@ -144,11 +146,12 @@ def _open(path: str) -> FileIO:
         raise ConfigError(f"the event log {path} cannot be written: {error.strerror}") from error
 
 
-def describe_run(settings: Settings, models: Sequence[str]) -> dict[str, Any]:
+def describe_run(settings: Settings, engines: Sequence[Engine]) -> dict[str, Any]:
     """The models and the configuration, for the first line of the event log."""
+    models = [(model.name, type(engine).__name__, engine.device) for engine in engines for model in engine.models()]
+    models += [(name, spec.engine, engine_class(spec.engine).device) for spec in settings.models for name in spec.names]
     return {
-        "models": list(models),
-        "engines": {name: spec.engine for spec in settings.models for name in spec.names},
+        "models": [{"name": name, "engine": engine, "device": device} for name, engine, device in models],
         "config": without_secrets(settings),
     }
 
