@@ -51,6 +51,7 @@ def decode(body: bytes) -> GenerationRequest:
         best_of=fields.best_of or 1,
         delivery=Delivery(bool(fields.stream), bool(options.include_usage), bool(fields.return_token_ids)),
         asked=tuple(asked),
+        extra=json_body.extra_fields(parsed, asked),
     )
 
 
@@ -90,9 +91,8 @@ def _check(fields: CompletionFields, prompts: Sequence[object]) -> None:
 
 
 def _asked(fields: CompletionFields, prompts: Sequence[object]) -> list[Asked]:
-    asked = [Asked(Feature.COMPLETION, "prompt")]
-    if any(isinstance(prompt, tuple) for prompt in prompts):
-        asked.append(Asked(Feature.TOKEN_PROMPT, "prompt"))
+    kinds = {Feature.COMPLETION if isinstance(prompt, str) else Feature.TOKEN_PROMPT for prompt in prompts}
+    asked = [Asked(kind, "prompt") for kind in sorted(kinds)]
     if fields.suffix:
         asked.append(Asked(Feature.INFILL, "suffix"))
     if fields.logprobs is not None:

@@ -42,6 +42,9 @@ class LeaseInfo(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingDefaults | None
     ignored: tuple[str, ...]
     """Parameters that the engine cannot honour."""
+    reads_fields: tuple[str, ...] = ()
+    reads_headers: tuple[str, ...] = ()
+    """What else the engine reads, as in `Engine`."""
 
 
 class ModelLease(ABC):
@@ -111,9 +114,10 @@ class LocalModelLease(ModelLease):
         if not host.is_known or host.is_restarting:
             # The features of a model are known once it was loaded. Waiting for a restart of its process needs no slot.
             self._engine = await host.enter()
-        ignored = check_features(model.name, request.asked, host.supports, request.strict)
+        fields = host.reads_fields
+        ignored = check_features(model.name, request.asked, host.supports, request.strict, fields)
         sampling = None if model.sampling is NO_DEFAULTS else model.sampling
-        return LeaseInfo(model.name, model.label, self.fallbacks, sampling, ignored)
+        return LeaseInfo(model.name, model.label, self.fallbacks, sampling, ignored, fields, host.reads_headers)
 
     @property
     def supports(self) -> frozenset[str]:

@@ -124,6 +124,7 @@ def decode(body: bytes) -> GenerationRequest:
         choices=fields.n or 1,
         delivery=Delivery(stream=bool(fields.stream), usage=bool(options and options.include_usage)),
         asked=tuple(asked),
+        extra=json_body.extra_fields(parsed, asked),
     )
 
 

@@ -21,7 +21,7 @@ from dragoman.core.errors import DragomanError
 from dragoman.core.events import Event, Finished, Started
 from dragoman.core.reply import ReplyBuilder
 from dragoman.core.request import Asked, GenerationRequest
-from dragoman.pipeline.generate import check_limits, generate, unsupported_parameter
+from dragoman.pipeline.generate import check_limits, generate, reads_field, unsupported_parameter
 from dragoman.protocols.registry import ReplyEncoding
 from dragoman.protocols.wire_protocol import EVENT_STREAM, Encoder, WireProtocol
 from dragoman.server.auth.callers import Estimate, estimate_prompt_tokens, estimate_tokens
@@ -132,7 +132,15 @@ class _Generation:
             engine = await lease.start()
             record.queue_us = lease.queue_us
             timer.expect(limits.stall_seconds, stall_error)
-            await generate(engine, request, lease.slots, self._receive, timer.note_running)
+            if app.hooks is None:
+                await generate(engine, request, lease.slots, self._receive, timer.note_running)
+            else:
+                slots = lease.slots
+                await app.hooks.run(
+                    request,
+                    self._receive,
+                    lambda receive: generate(engine, request, slots, receive, timer.note_running),
+                )
             first_event = timer.started + (record.first_event_us or 0) / 1e6
             lease.note_speed(record.completion_tokens, timer.last_progress - first_event)
             return request
@@ -205,6 +213,18 @@ async def find_model(
     return info
 
 
+def add_caller(exchange: HttpExchange, decoded: GenerationRequest, info: LeaseInfo) -> GenerationRequest:
+    """Add the caller, and what else the engine reads of the HTTP request."""
+    extra, headers = decoded.extra, {}
+    if extra:
+        extra = {name: value for name, value in extra.items() if reads_field(info.reads_fields, name)}
+    if info.reads_headers:
+        sent = exchange.headers
+        headers = {name: sent[key].decode("latin-1") for name in info.reads_headers if (key := name.encode()) in sent}
+    record = exchange.record
+    return msgspec.structs.replace(decoded, id=record.id, principal=record.principal, extra=extra, headers=headers)
+
+
 def _complete_request(
     app: BaseApp, exchange: HttpExchange, decoded: GenerationRequest, info: LeaseInfo
 ) -> GenerationRequest:
@@ -218,5 +238,5 @@ def _complete_request(
         limit = info.sampling.max_tokens if limit is None else limit
         sampling = info.sampling.fill(sampling)
     return msgspec.structs.replace(
-        decoded, id=record.id, model=info.model, principal=record.principal, max_tokens=limit, sampling=sampling
+        add_caller(exchange, decoded, info), model=info.model, max_tokens=limit, sampling=sampling
     )

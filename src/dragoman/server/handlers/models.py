@@ -90,6 +90,7 @@ def _round(value: float | None) -> float | None:
 
 
 async def list_models(app: App, exchange: HttpExchange) -> None:
+    await app.catalog.refresh()
     await app.catalog.scan()
     visible = [
         model
@@ -112,6 +113,7 @@ async def one_model(app: App, exchange: HttpExchange) -> None:
 
 
 async def model_states(app: App, exchange: HttpExchange) -> None:
+    await app.catalog.refresh()
     await app.catalog.scan()
     visible = [model for model in app.catalog.list_models() if exchange.caller.may_use(model.name)]
     served = [await _describe_state(app, model) for model in visible]

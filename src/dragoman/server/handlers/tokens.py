@@ -13,16 +13,18 @@ from dragoman.protocols import tokenize as wire_tokens
 from dragoman.protocols.messages import server as messages
 from dragoman.protocols.registry import PROTOCOLS
 from dragoman.server.app import App
-from dragoman.server.handlers.generation import find_model
+from dragoman.server.handlers.generation import add_caller, find_model
 from dragoman.server.http_exchange import HttpExchange, stall_error
+from dragoman.server.model_lease import LeaseInfo
 
 
 async def render(app: App, exchange: HttpExchange) -> None:
     decoded = await exchange.read_body(app.settings.limits, PROTOCOLS["chat"].decode)
-    async with _engine(app, exchange, decoded.model, decoded.asked) as (engine, model):
+    async with _engine(app, exchange, decoded.model, decoded.asked) as (engine, info):
+        model = info.model
         if Feature.RENDER not in engine.supports():
             raise NotSupported(f"model '{model}' cannot show its prompts")
-        shown = await call_engine(engine.render, _complete(decoded, exchange, model))
+        shown = await call_engine(engine.render, _complete(decoded, exchange, info))
     await exchange.response.send_json(wire_tokens.encode_prompt(model, shown.text, shown.tokens, shown.format))
 
 
@@ -32,22 +34,23 @@ async def messages_count(app: App, exchange: HttpExchange) -> None:
 
 
 async def count_prompt(app: App, exchange: HttpExchange, decoded: GenerationRequest) -> int:
-    async with _engine(app, exchange, decoded.model, decoded.asked) as (engine, model):
-        request = _complete(decoded, exchange, model)
+    async with _engine(app, exchange, decoded.model, decoded.asked) as (engine, info):
+        request = _complete(decoded, exchange, info)
         if Feature.COUNT_TOKENS in engine.supports():
             return await call_engine(engine.count_tokens, request)
         if Feature.RENDER in engine.supports():
             return len((await call_engine(engine.render, request)).tokens)
-        raise NotSupported(f"model '{model}' does not count its tokens")
+        raise NotSupported(f"model '{info.model}' does not count its tokens")
 
 
-def _complete(decoded: GenerationRequest, exchange: HttpExchange, model: str) -> GenerationRequest:
-    return msgspec.structs.replace(decoded, id=exchange.record.id, model=model)
+def _complete(decoded: GenerationRequest, exchange: HttpExchange, info: LeaseInfo) -> GenerationRequest:
+    return msgspec.structs.replace(add_caller(exchange, decoded, info), model=info.model)
 
 
 async def tokenize(app: App, exchange: HttpExchange) -> None:
     decoded = await exchange.read_body(app.settings.limits, wire_tokens.decode_tokenize)
-    async with _engine(app, exchange, decoded.model or "") as (engine, model):
+    async with _engine(app, exchange, decoded.model or "") as (engine, lease_info):
+        model = lease_info.model
         _check_tokenizer(engine, model)
         tokens = await call_engine(engine.tokenize, decoded.text, decoded.parse_special)
         context = next((info.context for info in engine.models() if info.name == model), None)
@@ -56,8 +59,8 @@ async def tokenize(app: App, exchange: HttpExchange) -> None:
 
 async def detokenize(app: App, exchange: HttpExchange) -> None:
     decoded = await exchange.read_body(app.settings.limits, wire_tokens.decode_detokenize)
-    async with _engine(app, exchange, decoded.model or "") as (engine, model):
-        _check_tokenizer(engine, model)
+    async with _engine(app, exchange, decoded.model or "") as (engine, info):
+        _check_tokenizer(engine, info.model)
         text = await call_engine(engine.detokenize, decoded.tokens)
     await exchange.response.send_json(wire_tokens.encode_text(text))
 
@@ -70,13 +73,13 @@ def _check_tokenizer(engine: Engine, model: str) -> None:
 @asynccontextmanager
 async def _engine(
     app: App, exchange: HttpExchange, name: str, asked: tuple[Asked, ...] = ()
-) -> AsyncIterator[tuple[Engine, str]]:
-    """The engine and the name of the model, with a running stall timer."""
+) -> AsyncIterator[tuple[Engine, LeaseInfo]]:
+    """The engine and the model, with a running stall timer."""
     lease = app.model_lease(exchange)
     try:
         info = await find_model(app, exchange, lease, name, asked)
         engine = await lease.start_without_slot()
         exchange.timer.expect(app.settings.limits.stall_seconds, stall_error)
-        yield engine, info.model
+        yield engine, info
     finally:
         lease.close()
