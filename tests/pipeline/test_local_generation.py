@@ -102,7 +102,7 @@ def test_leaving_the_loop_closes_the_engine() -> None:
     closed = False
 
     class Endless(Engine):
-        async def generate(self, request: GenerationRequest):  # type: ignore[no-untyped-def, override]
+        async def generate(self, request: GenerationRequest):  # type: ignore[no-untyped-def]
             nonlocal closed
             try:
                 while True:

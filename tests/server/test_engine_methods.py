@@ -24,7 +24,7 @@ def post(app: Any, path: str = CHAT, **body: Any) -> httpx.Response:
 
 
 class ReturnsText(Engine):
-    def generate(self, request: GenerationRequest) -> str:  # type: ignore[override]
+    def generate(self, request: GenerationRequest) -> str:
         assert threading.current_thread() is not threading.main_thread()
         return "the whole text"
 
@@ -111,7 +111,7 @@ class PlainThroughout(Engine):
     def stop(self) -> None:  # type: ignore[override]
         self.calls += ("stop",)
 
-    def generate(self, request: GenerationRequest) -> str:  # type: ignore[override]
+    def generate(self, request: GenerationRequest) -> str:
         return "text"
 
     def count_tokens(self, request: GenerationRequest) -> int:
@@ -139,7 +139,7 @@ class AsyncThroughout(Engine):
     async def supports(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset({*super().supports(), "temperature"})
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[str]:  # type: ignore[override]
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[str]:
         yield "text"
 
     async def count_tokens(self, request: GenerationRequest) -> int:
@@ -179,7 +179,7 @@ class Changing(Engine):
     def models(self) -> Sequence[ModelInfo]:
         return [ModelInfo(name) for name in self.names]
 
-    def generate(self, request: GenerationRequest) -> str:  # type: ignore[override]
+    def generate(self, request: GenerationRequest) -> str:
         return request.model
 
 
@@ -244,7 +244,7 @@ class TokensOnly(Engine):
     def supports(self) -> frozenset[str]:
         return frozenset({"token_prompt"})
 
-    def generate(self, request: GenerationRequest) -> str:  # type: ignore[override]
+    def generate(self, request: GenerationRequest) -> str:
         return str(request.prompt)
 
 

@@ -22,7 +22,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello."}]}
 TEXTS: dict[str, Any] = {"input": ["Hello."]}
 
 
-def answer_once(*engines: dragoman.Engine, host: str = "", port: int = 0, **options: Any) -> None:
+def answer_once(*engines: dragoman.Engine, host: str | None = None, port: int | None = None, **options: Any) -> None:
     asyncio.run(_answer_once(engines, options))
 
 
