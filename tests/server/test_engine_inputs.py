@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -16,6 +16,7 @@ from starlette.routing import Mount
 
 from dragoman import Engine, Hooks, create_app, serve
 from dragoman.config.settings import Settings
+from dragoman.core.embeddings import Embedding, Input
 from dragoman.core.errors import BadRequest, ConfigError, DragomanError
 from dragoman.core.events import Event, Usage
 from dragoman.core.request import GenerationRequest
@@ -51,6 +52,7 @@ class InWorker(Curious):
 """
 SENT = {"persona": {"name": "pirate"}, "other": 1}
 HEADERS = {"x-tenant": "acme", "authorization": "Bearer a secret key"}
+TENANT = {"x-tenant": "acme"}
 SEEN = [{"persona": {"name": "pirate"}}, {"x-tenant": "acme"}, "key"]
 ENTRIES = {"here": {"engine": "curious:Curious"}, "apart": {"engine": "curious:InWorker"}}
 
@@ -117,6 +119,32 @@ def test_engine_that_reads_nothing_gets_nothing() -> None:
     reply = talk(create_app(engine), lambda client: client.post(CHAT, json={"messages": HELLO, **SENT}))
     assert (engine.requests[0].extra, engine.requests[0].headers) == ({}, {})
     assert reply.headers["x-dragoman-ignored"] == "persona, other"
+
+
+def test_unknown_field_of_an_embedding_request_is_ignored_by_every_engine() -> None:
+    class Lengths(Recording):
+        def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
+            return [Embedding.of([1.0], tokens=1) for _ in inputs]
+
+    body = {"input": "x", "persona": "pirate"}
+    reply = talk(create_app(Lengths("*")), lambda client: client.post("/v1/embeddings", json=body))
+    assert reply.status_code == 200
+    assert reply.headers["x-dragoman-ignored"] == "persona"
+
+
+def test_counting_tokens_sees_what_generating_sees() -> None:
+    class Counting(Recording):
+        reads_headers = ("x-tenant",)
+
+        def count_tokens(self, request: GenerationRequest) -> int:
+            self.requests.append(request)
+            return 7
+
+    engine = Counting("persona")
+    body = {"model": "", "messages": HELLO, **SENT}
+    reply = talk(create_app(engine), lambda client: client.post("/v1/messages/count_tokens", json=body, headers=TENANT))
+    assert reply.json() == {"input_tokens": 7}
+    assert (engine.requests[0].extra, engine.requests[0].headers) == (SEEN[0], TENANT)
 
 
 class HeaderUser(AuthenticationBackend):

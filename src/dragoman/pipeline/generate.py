@@ -61,17 +61,17 @@ class ChoiceSlots(Protocol):
 
 
 def check_features(
-    model: str, requested: Sequence[Asked], supports: frozenset[str], strict: bool, reads_fields: Sequence[str] = ()
+    model: str, requested: Sequence[Asked], supports: frozenset[str], strict: bool, read: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """Return the parameters that will be ignored. Raises an error if one is essential or the mode is strict.
 
-    `reads_fields` are the unknown fields that the engine reads.
+    `read` are the unknown fields that the engine reads.
     """
     ignored = []
     for asked in requested:
         if asked.feature in SERVER_FEATURES or asked.feature in supports:
             continue
-        if reads_fields and asked.feature is Feature.UNKNOWN and reads_field(reads_fields, asked.param):
+        if asked.param in read and asked.feature == Feature.UNKNOWN:
             continue
         if asked.feature in ESSENTIAL:
             raise NotSupported(f"model '{model}' does not support '{asked.param}'", param=asked.param)
@@ -82,8 +82,8 @@ def check_features(
 
 
 def reads_field(reads_fields: Sequence[str], name: str) -> bool:
-    """Whether an engine reads an unknown field. Only fields of the body itself are passed to it."""
-    return name in reads_fields or ("*" in reads_fields and "." not in name and "[" not in name)
+    """Whether an engine reads an unknown field of the body."""
+    return name in reads_fields or "*" in reads_fields
 
 
 def unsupported_parameter(model: str, param: str) -> UnsupportedParameter:

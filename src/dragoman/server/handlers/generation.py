@@ -12,7 +12,7 @@ Rules
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 
 import msgspec
@@ -118,7 +118,7 @@ class _Generation:
         if self._response.quota_lease is not None and not is_fallback:
             estimate = estimate_tokens(decoded, exchange.weight)
         try:
-            info = await find_model(app, exchange, lease, decoded.model, decoded.asked, estimate)
+            info = await find_model(app, exchange, lease, decoded.model, decoded.asked, estimate, decoded.extra)
             request = _complete_request(app, exchange, decoded, info)
             check_limits(request, limits.choices, limits.stop_strings)
             if request.delivery.stream:
@@ -202,10 +202,12 @@ async def find_model(
     name: str,
     asked: tuple[Asked, ...],
     estimate: Estimate | None = None,
+    extra: Iterable[str] = (),
 ) -> LeaseInfo:
-    """Find the model of a lease, and note its name and the parameters that it ignores."""
+    """Find the model of a lease, and note its name and the parameters that it ignores. `extra` are the names of unknown
+    fields that the engine gets if it reads them."""
     try:
-        info = await lease.find(LeaseRequest(name, asked, estimate, app.is_strict(exchange)))
+        info = await lease.find(LeaseRequest(name, asked, estimate, app.is_strict(exchange), tuple(extra)))
     finally:
         exchange.record.model = lease.label
     if info.ignored:

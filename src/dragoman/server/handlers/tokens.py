@@ -1,6 +1,6 @@
 """Handlers that render prompts, count tokens, tokenize and detokenize. They need the engine, but no slot."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -20,7 +20,7 @@ from dragoman.server.model_lease import LeaseInfo
 
 async def render(app: App, exchange: HttpExchange) -> None:
     decoded = await exchange.read_body(app.settings.limits, PROTOCOLS["chat"].decode)
-    async with _engine(app, exchange, decoded.model, decoded.asked) as (engine, info):
+    async with _engine(app, exchange, decoded.model, decoded.asked, decoded.extra) as (engine, info):
         model = info.model
         if Feature.RENDER not in engine.supports():
             raise NotSupported(f"model '{model}' cannot show its prompts")
@@ -34,7 +34,7 @@ async def messages_count(app: App, exchange: HttpExchange) -> None:
 
 
 async def count_prompt(app: App, exchange: HttpExchange, decoded: GenerationRequest) -> int:
-    async with _engine(app, exchange, decoded.model, decoded.asked) as (engine, info):
+    async with _engine(app, exchange, decoded.model, decoded.asked, decoded.extra) as (engine, info):
         request = _complete(decoded, exchange, info)
         if Feature.COUNT_TOKENS in engine.supports():
             return await call_engine(engine.count_tokens, request)
@@ -72,12 +72,12 @@ def _check_tokenizer(engine: Engine, model: str) -> None:
 
 @asynccontextmanager
 async def _engine(
-    app: App, exchange: HttpExchange, name: str, asked: tuple[Asked, ...] = ()
+    app: App, exchange: HttpExchange, name: str, asked: tuple[Asked, ...] = (), extra: Iterable[str] = ()
 ) -> AsyncIterator[tuple[Engine, LeaseInfo]]:
     """The engine and the model, with a running stall timer."""
     lease = app.model_lease(exchange)
     try:
-        info = await find_model(app, exchange, lease, name, asked)
+        info = await find_model(app, exchange, lease, name, asked, extra=extra)
         engine = await lease.start_without_slot()
         exchange.timer.expect(app.settings.limits.stall_seconds, stall_error)
         yield engine, info
