@@ -13,22 +13,46 @@ if TYPE_CHECKING:
     from dragoman.client.sync_client import Client as Client
     from dragoman.core.engine import Engine as Engine
     from dragoman.core.engine import ModelInfo as ModelInfo
+    from dragoman.files.discovery import Discovery as Discovery
+    from dragoman.pipeline.local_generation import generate as generate
+    from dragoman.pipeline.split import SplitStage as SplitStage
+    from dragoman.pipeline.stop import StopMatcher as StopMatcher
     from dragoman.protocols.wire_protocol import WireProtocol as WireProtocol
+    from dragoman.server.hooks import Hooks as Hooks
     from dragoman.server.routes import create_app as create_app
     from dragoman.server.serve import serve as serve
 
 PUBLIC = {
     "AsyncClient": "dragoman.client.async_client",
     "Client": "dragoman.client.sync_client",
+    "Discovery": "dragoman.files.discovery",
     "Engine": "dragoman.core.engine",
+    "Hooks": "dragoman.server.hooks",
     "ModelInfo": "dragoman.core.engine",
+    "SplitStage": "dragoman.pipeline.split",
+    "StopMatcher": "dragoman.pipeline.stop",
     "WireProtocol": "dragoman.protocols.wire_protocol",
     "create_app": "dragoman.server.routes",
+    "generate": "dragoman.pipeline.local_generation",
     "serve": "dragoman.server.serve",
 }
 """Imported when first used, so that `import dragoman` costs nothing."""
 
-__all__ = ["AsyncClient", "Client", "Engine", "ModelInfo", "WireProtocol", "__version__", "create_app", "serve"]
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Discovery",
+    "Engine",
+    "Hooks",
+    "ModelInfo",
+    "SplitStage",
+    "StopMatcher",
+    "WireProtocol",
+    "__version__",
+    "create_app",
+    "generate",
+    "serve",
+]
 
 
 def __getattr__(name: str) -> Any:

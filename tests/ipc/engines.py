@@ -139,12 +139,12 @@ class Broken(Engine):
         yield ""
 
 
-class Slow(Engine):
+class Slow(Obedient):
     async def start(self) -> None:
         await asyncio.sleep(60)
 
 
-class Incomprehensible(Engine):
+class Incomprehensible(Obedient):
     """Describes itself with an invalid value."""
 
     slots = "many"  # type: ignore[assignment]

@@ -18,6 +18,7 @@ from tools.ports import free_port
 
 from dragoman import Engine, ModelInfo, create_app
 from dragoman.config.settings import Settings
+from dragoman.core.embeddings import Embedding, Input
 from dragoman.core.engine import Output
 from dragoman.core.errors import BadRequest
 from dragoman.core.events import Finished, Started, TextDelta, Usage
@@ -139,9 +140,14 @@ def test_unsupported_feature_is_a_501() -> None:
     refused(post("/detokenize", tokens=[1, 2]), 501)
     refused(post("/tokenize"), 400, param="content")
     refused(post("/detokenize", tokens=[-1]), 400, param="tokens[0]")
-    silent = create_app(Engine())
+    silent = create_app(Lengths())
     refused(ask(silent, CHAT), 501, param="messages", code="not_implemented")
     refused(ask(silent, COMPLETIONS), 501, param="prompt", code="not_implemented")
+
+
+class Lengths(Engine):
+    def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
+        return [Embedding.of([len(entry), 1.0], tokens=len(entry)) for entry in inputs]
 
 
 class TokenEngine(Counting):

@@ -22,13 +22,12 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello."}]}
 TEXTS: dict[str, Any] = {"input": ["Hello."]}
 
 
-def answer_once(*engines: dragoman.Engine, settings: Any = None, **address: Any) -> None:
-    assert set(address) <= {"host", "port"}
-    asyncio.run(_answer_once(engines, settings))
+def answer_once(*engines: dragoman.Engine, host: str | None = None, port: int | None = None, **options: Any) -> None:
+    asyncio.run(_answer_once(engines, options))
 
 
-async def _answer_once(engines: tuple[dragoman.Engine, ...], settings: Any) -> None:
-    app = dragoman.create_app(*engines, settings=settings)
+async def _answer_once(engines: tuple[dragoman.Engine, ...], options: dict[str, Any]) -> None:
+    app = dragoman.create_app(*engines, **options)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=KEY) as client:
         for engine in engines:

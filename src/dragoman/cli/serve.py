@@ -10,7 +10,7 @@ from dragoman.cli.common import Commands, add_command, add_repeatable, add_worki
 from dragoman.config.diagnostics import Diagnostic
 from dragoman.config.loading import Flags, LoadedConfig, load
 from dragoman.config.settings import Settings
-from dragoman.core.engine import Engine
+from dragoman.core.engine import Engine, known_models
 from dragoman.core.errors import ConfigError
 from dragoman.core.urls import remove_credentials
 from dragoman.engines import ENGINES, engine_class
@@ -146,14 +146,12 @@ def _load(arguments: argparse.Namespace, engines: Sequence[Engine]) -> LoadedCon
     same = {name: getattr(arguments, name) for name in Flags.__struct_fields__ if name not in ("models", "engine")}
     models = [*arguments.models, *arguments.model]
     flags = Flags(models=models, engine=None if engines else arguments.engine, **same)
-    offered = [model.name for engine in engines for model in engine.models()]
-    if engines and not offered:
-        raise ConfigError(f"--engine {arguments.engine}: it offers no models; `models()` must name at least one")
+    offered = [model.name for engine in engines for model in known_models(engine)] if engines else None
     if not all(arguments.api_keys):
         raise ConfigError("--api-key is empty")
     config = load(arguments.config, flags, os.environ, offered=offered)
     for model in config.settings.models:
-        if model.name in offered:
+        if offered and model.name in offered:
             raise ConfigError(f"model {model.name}: the engine {arguments.engine} offers this name too; rename one")
     return config
 

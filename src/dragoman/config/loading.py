@@ -105,8 +105,11 @@ def load_settings(path: str | None, flags: Flags, environ: Mapping[str, str]) ->
     return load(path, flags, environ).settings
 
 
-def load(path: str | None, flags: Flags, environ: Mapping[str, str], *, offered: Sequence[str] = ()) -> LoadedConfig:
-    """Load the configuration. `offered` are the models of engines that the caller passes; they need no entry."""
+def load(
+    path: str | None, flags: Flags, environ: Mapping[str, str], *, offered: Sequence[str] | None = None
+) -> LoadedConfig:
+    """Load the configuration. `offered` are the models of engines that the caller passes, which need no entry; None if
+    it passes none."""
     path = path or environ.get("DRAGOMAN_CONFIG") or (FILE_NAME if Path(FILE_NAME).is_file() else None)
     file = read_config_file(path, flags.by_key)
     models = read_models(file)
@@ -121,10 +124,10 @@ def load(path: str | None, flags: Flags, environ: Mapping[str, str], *, offered:
         others = file.parse(settings.models_yaml, read_models_yaml, "models_yaml") or {}
         models |= {name: model for name, model in others.items() if name.lower() not in taken}
     models_dir = settings.models_dir
-    if models_dir is None and offered:
+    if models_dir is None and offered is not None:
         # A caller that passes its own engine does not expect other models.
         models_dir = ()
-    if not models and not offered and not models_dir:
+    if not models and offered is None and not models_dir:
         models = {"smollm2": ModelSpec("smollm2", DEFAULT_ENGINE, "smollm2")}
     settings = msgspec.structs.replace(
         settings,
@@ -137,7 +140,7 @@ def load(path: str | None, flags: Flags, environ: Mapping[str, str], *, offered:
         aliases=aliases,
         models_dir=models_dir,
     )
-    _check_names(file, settings, offered)
+    _check_names(file, settings, offered or ())
     file.raise_errors()
     return LoadedConfig(settings, file.locations)
 

@@ -3,26 +3,30 @@
     EventQueue        between callbacks that produce events and one listener
     complete_events   runs an engine that is written as a generator
     pull_events       turns a delivery into an async generator
+    deliver_in_thread runs an engine whose `deliver` is a plain function
 
 Rules
 1. Events that were put into a queue before the end or an error are delivered first; later ones are dropped.
 2. `EventQueue.deliver` calls the listener from within `put`. Waking a task per event list is too slow for an engine
    that advances hundreds of requests in one step. Events are queued only while the listener has asked to wait.
 3. A generator may yield text, events or lists of them, and may leave out `Started` and `Finished`. A plain generator
-   runs in a thread of its own.
+   runs in a thread of its own. A function may also return the whole text or one event.
 """
 
 import asyncio
+import concurrent.futures
 import inspect
 import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
+from dragoman.core.daemon_thread import run_in_daemon_thread
 from dragoman.core.errors import DragomanError, engine_failure
-from dragoman.core.events import Event, Finished, Listener, Started, TextDelta
+from dragoman.core.events import Event, Finished, Listener, Started, TextDelta, notify
 from dragoman.core.request import GenerationRequest
 
 log = logging.getLogger("dragoman.engine")
@@ -33,7 +37,9 @@ MAX_BACKLOG = 256
 Output = str | Event | Sequence[str | Event]
 """A string counts as one token. A list or tuple is a batch that became ready together."""
 
-Generate = Callable[[GenerationRequest], Iterable[Output] | AsyncIterable[Output]]
+Outputs = Iterable[Output] | AsyncIterable[Output]
+Generate = Callable[[GenerationRequest], Outputs | Output | Awaitable[Outputs | Output]]
+T = TypeVar("T")
 
 
 class EventQueue:
@@ -139,7 +145,7 @@ async def pull_events(
 async def complete_events(generate: Generate, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
     """Yield the events of one generation in non-empty lists, `Started` first and `Finished` last."""
     try:
-        source = generate(request)
+        source = await _call_generate(generate, request)
         is_async = isinstance(source, AsyncIterable)
         outputs: Any = source.__aiter__() if isinstance(source, AsyncIterable) else _in_thread(source)
         started = False
@@ -170,6 +176,55 @@ async def complete_events(generate: Generate, request: GenerationRequest) -> Asy
         # Any other CancelledError comes from a task inside the engine: the request was not cancelled.
         log.exception("request %s: the engine raised", request.id)
         raise engine_failure(error) from error
+
+
+async def _call_generate(generate: Generate, request: GenerationRequest) -> Outputs:
+    """Call a method that may be a generator, or a function that returns an iterator, a text or an event."""
+    result: Any
+    if inspect.isgeneratorfunction(generate) or inspect.isasyncgenfunction(generate):
+        result = generate(request)
+    elif inspect.iscoroutinefunction(generate):
+        result = await generate(request)
+    else:
+        result = await run_in_daemon_thread(partial(_without_exit, partial(generate, request)))
+    result = await result if inspect.isawaitable(result) else result
+    if isinstance(result, str | Event):
+        return (result,)
+    if not isinstance(result, AsyncIterable | Iterable):
+        raise TypeError(f"`generate` yields or returns text or events, not {type(result).__name__}")
+    return result
+
+
+def _without_exit(function: Callable[[], T]) -> T:
+    """Call a function; SystemExit and the like would end the event loop, so they become an error."""
+    try:
+        return function()
+    except Exception:
+        raise
+    except BaseException as error:
+        raise engine_failure(error) from error
+
+
+async def deliver_in_thread(
+    deliver: Callable[[GenerationRequest, Listener], Any], request: GenerationRequest, listener: Listener
+) -> None:
+    """Run a `deliver` that blocks in a thread. The listener it gets returns when the events are passed on."""
+    loop, is_ended = asyncio.get_running_loop(), threading.Event()
+
+    async def pass_on(events: Sequence[Event]) -> None:
+        if is_ended.is_set():
+            raise concurrent.futures.CancelledError
+        await notify(listener, events)
+
+    def listen(events: Sequence[Event]) -> None:
+        if is_ended.is_set():
+            raise concurrent.futures.CancelledError
+        asyncio.run_coroutine_threadsafe(pass_on(events), loop).result()
+
+    try:
+        await run_in_daemon_thread(partial(_without_exit, partial(deliver, request, listen)))
+    finally:
+        is_ended.set()
 
 
 def _to_events(output: Output) -> Sequence[Event]:

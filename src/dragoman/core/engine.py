@@ -6,16 +6,16 @@ text; it never sees HTTP, SSE or JSON.
 
 import asyncio
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import msgspec
 
 from dragoman.core import delivery
 from dragoman.core.embeddings import Embedding, Input
-from dragoman.core.errors import NotSupported
+from dragoman.core.errors import ConfigError, NotSupported
 from dragoman.core.events import Event, Listener
 from dragoman.core.features import Feature
 from dragoman.core.request import GenerationRequest
@@ -114,6 +114,10 @@ class Engine:
     """Fraction of the KV cache in use, from 0 to 1; None if unknown."""
     slots: int | None = None
     """Maximum number of concurrent generations; further requests queue. None means unlimited."""
+    reads_fields: Sequence[str] = ()
+    """Fields of the body that the engine reads in `request.extra`, beyond those of the protocols; `*` means all."""
+    reads_headers: Sequence[str] = ()
+    """Names of headers that the engine reads in `request.headers`, in lower case."""
     progress: float | None = None
     """Fraction of the model loaded so far, from 0 to 1; None if unknown."""
     worker_control: WorkerControl | None = None
@@ -158,6 +162,8 @@ class Engine:
         return True
 
     def models(self) -> Sequence[ModelInfo]:
+        """Return the models; called often. An `async def` is called at the start, and again when models are listed or
+        a name is unknown."""
         return [ModelInfo(type(self).__name__.removesuffix("Engine").lower() or "engine")]
 
     def model_info(self, name: str) -> ModelInfo:
@@ -181,7 +187,8 @@ class Engine:
         """Release all resources."""
 
     def generate(self, request: GenerationRequest) -> Iterable[Output] | AsyncIterable[Output]:
-        """Generate a reply. A plain generator runs in its own thread. Closing the iterator cancels the generation."""
+        """Generate a reply, as a generator or as the whole text. A plain function runs in its own thread. Closing the
+        iterator cancels the generation."""
         raise NotSupported("this model does not generate text")
 
     async def deliver(self, request: GenerationRequest, listener: Listener) -> None:
@@ -230,7 +237,51 @@ class Engine:
 
 def stream_events(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
     """Return the events of one generation as an async generator, for callers that cannot pass a listener."""
-    return delivery.pull_events(partial(engine.deliver, request))
+    return delivery.pull_events(partial(run_delivery, engine, request))
+
+
+def run_delivery(engine: Engine, request: GenerationRequest, listener: Listener) -> Coroutine[Any, Any, None]:
+    """Call `deliver`. One that is not async runs in a thread, and may call the listener there."""
+    if inspect.iscoroutinefunction(engine.deliver):
+        return engine.deliver(request, listener)
+    return delivery.deliver_in_thread(engine.deliver, request, listener)
+
+
+async def start_engine(engine: Engine) -> None:
+    """Load the model, and ask for what is known about it."""
+    start: Callable[[], Awaitable[None] | None] = engine.start
+    await call_engine(start)
+    await describe_engine(engine)
+
+
+async def describe_engine(engine: Engine) -> None:
+    """Ask an engine whose `models` or `supports` is async for the answers."""
+    await ask_models(engine)
+    declared: Any = type(engine).supports
+    if inspect.iscoroutinefunction(declared):
+        features = frozenset(await declared(engine))
+        engine.supports = lambda: features  # type: ignore[method-assign]
+
+
+async def ask_models(engine: Engine) -> Sequence[ModelInfo]:
+    """Ask an engine for its models. If its method is async, `models()` returns this answer from now on."""
+    declared: Any = type(engine).models
+    if inspect.iscoroutinefunction(declared):
+        models = tuple(await declared(engine))
+        engine.models = lambda: models  # type: ignore[method-assign]
+    return engine.models()
+
+
+def known_models(engine: Engine) -> Sequence[ModelInfo]:
+    """The models of an engine that may not have started. An async `models` has not been asked then."""
+    return () if inspect.iscoroutinefunction(engine.models) else engine.models()
+
+
+def check_engine_class(cls: type[Engine]) -> None:
+    """Raise a ConfigError for an engine that can answer nothing."""
+    needed = ("generate", "deliver", "embed", "embed_function_for")
+    if all(getattr(cls, method) is getattr(Engine, method) for method in needed):
+        raise ConfigError(f"engine {cls.__name__} can answer nothing: define `generate` for text, or `embed`")
 
 
 async def call_engine(method: Callable[..., T | Awaitable[T]], *arguments: object) -> T:

@@ -241,6 +241,10 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     best_of: int = 1
     delivery: Delivery = Delivery()
     asked: tuple[Asked, ...] = ()
+    extra: Mapping[str, Any] = {}
+    """Fields of the body that the protocol does not have. An engine gets those in its `reads_fields`."""
+    headers: Mapping[str, str] = {}
+    """Headers of the HTTP request, in lower case: those in the engine's `reads_headers`."""
 
     @property
     def prompt(self) -> str | tuple[int, ...] | None:

@@ -1,6 +1,6 @@
 """The table of built-in engines by configuration name. An engine is imported when a model uses it."""
 
-from dragoman.core.engine import Engine
+from dragoman.core.engine import Engine, check_engine_class
 from dragoman.core.errors import ConfigError
 from dragoman.core.plugins import find_plugin
 
@@ -21,4 +21,5 @@ def engine_class(name: str) -> type[Engine]:
     found = find_plugin("engine", name, ENGINES)
     if not (isinstance(found, type) and issubclass(found, Engine)):
         raise ConfigError(f"engine {name!r}: it is not a subclass of Engine")
+    check_engine_class(found)
     return found

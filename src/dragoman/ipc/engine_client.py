@@ -262,6 +262,7 @@ class ProxyEngine(Engine):
     def describe(self, info: EngineInfo) -> None:
         self._info = info
         self.device, self.slots, self.emits_tool_calls = info.device, info.slots, info.emits_tool_calls
+        self.reads_fields, self.reads_headers = info.reads_fields, info.reads_headers
 
     def models(self) -> Sequence[ModelInfo]:
         return self._info.models

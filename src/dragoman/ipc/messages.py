@@ -103,10 +103,20 @@ class EngineInfo(ProcessMessage, frozen=True):
     device: str = "cpu"
     slots: int | None = None
     emits_tool_calls: bool = False
+    reads_fields: tuple[str, ...] = ()
+    reads_headers: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, engine: Engine) -> "EngineInfo":
-        return cls(tuple(engine.models()), engine.supports(), engine.device, engine.slots, engine.emits_tool_calls)
+        return cls(
+            models=tuple(engine.models()),
+            supports=engine.supports(),
+            device=engine.device,
+            slots=engine.slots,
+            emits_tool_calls=engine.emits_tool_calls,
+            reads_fields=tuple(engine.reads_fields),
+            reads_headers=tuple(engine.reads_headers),
+        )
 
 
 class StartFailed(ProcessMessage, frozen=True):

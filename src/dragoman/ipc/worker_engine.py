@@ -97,7 +97,7 @@ def _digest(request: WorkerRequest) -> bytes | None:
         if isinstance(request, GenerationRequest | msgspec.Raw):
             # Decoding makes 0 and 0.0 the same.
             decoded = decode_request(msgspec.msgpack.encode(request))
-            same: object = msgspec.structs.replace(decoded, id="", principal="", labels={})
+            same: object = msgspec.structs.replace(decoded, id="", principal="", labels={}, headers={})
         else:
             same = msgspec.structs.replace(request, key=0)
         return hashlib.sha256(msgspec.msgpack.encode(same)).digest()

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Never
 import msgspec
 
 from dragoman.core.embeddings import Input
-from dragoman.core.engine import Engine, call_engine
+from dragoman.core.engine import Engine, call_engine, run_delivery, start_engine
 from dragoman.core.errors import ConfigError
 from dragoman.core.request import GenerationRequest
 from dragoman.engines import engine_class
@@ -63,7 +63,7 @@ async def run_generation(
     """Pass the progress of a generation to `put`, which may return an awaitable to pause the engine."""
     failure = None
     try:
-        await engine.deliver(request, lambda events: put(GenerationProgress(key, tuple(events))))
+        await run_delivery(engine, request, lambda events: put(GenerationProgress(key, tuple(events))))
     except Exception as error:  # noqa: BLE001 (reported to the other process and logged)
         failure = Failure.of(error)
     put(GenerationProgress(key, ended=True, failure=failure))
@@ -163,7 +163,7 @@ async def _load(start: Start, output: BinaryIO) -> Engine:
     engine = cls.configured(start.name, msgspec.convert(start.options, cls.Options))
     reporter = asyncio.create_task(_report_progress(engine, output))
     try:
-        await engine.start()
+        await start_engine(engine)
     finally:
         reporter.cancel()
     return engine

@@ -18,6 +18,7 @@ Rules
 
 import asyncio
 import difflib
+import logging
 import math
 import re
 import time
@@ -27,7 +28,7 @@ from functools import partial
 from dragoman.config.aliases import AliasTable
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
-from dragoman.core.engine import Engine
+from dragoman.core.engine import Engine, ModelInfo, ask_models, check_engine_class, known_models
 from dragoman.core.errors import BadRequest, ConfigError, ModelNotFound, NotSupported
 from dragoman.engines import DEFAULT_ENGINE, DIRECTORY_ENGINE, engine_class
 from dragoman.files.discovery import DiscoveredModel, Discovery
@@ -36,6 +37,8 @@ from dragoman.models.lifecycle import Lifecycle
 from dragoman.models.model_host import ModelHost
 from dragoman.models.residency import NOT_CONFIGURED, LimitsChanged, ModelRemoved
 from dragoman.models.served_model import ServedModel
+
+log = logging.getLogger("dragoman.models")
 
 MAX_NAME_LENGTH = 200
 LOOK_SECONDS = 2.0
@@ -63,24 +66,54 @@ class Catalog:
         """Lower-case names of configured models, by the path of their file."""
         self._scanned_at = -math.inf
         self._scan_task: asyncio.Task[None] | None = None
-        self._own_names = [name for engine in engines for name in self._add_own_engine(engine, settings)]
+        self._own_engines = [(engine, self._add_own_engine(engine, settings)) for engine in engines]
+        self._own_names: list[str] = []
+        self._set_own_models([(host, known_models(engine)) for engine, host in self._own_engines])
+        names = [info.name.lower() for engine in engines for info in known_models(engine)]
+        if len(self._own_names) < len(names):
+            raise ConfigError(f"two models are called {next(name for name in names if names.count(name) > 1)!r}")
         self.reconfigure(settings)
 
-    def _add_own_engine(self, engine: Engine, settings: Settings) -> list[str]:
+    def _add_own_engine(self, engine: Engine, settings: Settings) -> ModelHost:
         """Add an engine passed by the caller; it stays under every configuration."""
-        infos = engine.models()
-        if not infos:
-            raise ConfigError("an engine offers no models: `models()` must name at least one")
+        check_engine_class(type(engine))
+        infos = known_models(engine)
 
         async def build(on_lost: OnEngineLost) -> Engine:
             return engine
 
-        key = self.lifecycle.new_key(infos[0].name)
+        key = self.lifecycle.new_key(infos[0].name if infos else type(engine).__name__)
         host = ModelHost(key, build, self.lifecycle, settings.limits, engine.slots)
         self.lifecycle.add(host, math.inf, is_pinned=True)
-        for info in infos:
-            self.models[info.name.lower()] = ServedModel(info.name, host)
-        return [info.name.lower() for info in infos]
+        return host
+
+    def _set_own_models(self, listed: Sequence[tuple[ModelHost, Sequence[ModelInfo]]]) -> bool:
+        """Serve the models that the caller's engines list now. Return whether they have changed."""
+        others = {name: model for name, model in self.models.items() if name not in self._own_names}
+        own: dict[str, ServedModel] = {}
+        for host, infos in listed:
+            for info in infos:
+                name, known = info.name.lower(), self.models.get(info.name.lower())
+                if name not in others and name not in own:
+                    is_same = known is not None and known.name == info.name and known.host is host
+                    own[name] = known if known is not None and is_same else ServedModel(info.name, host)
+        is_changed = own != {name: self.models[name] for name in self._own_names}
+        self._own_names, self.models = list(own), own | others
+        return is_changed
+
+    async def refresh(self) -> bool:
+        """Ask the caller's engines for their models again. Return whether they have changed."""
+        listed = []
+        for engine, host in self._own_engines:
+            try:
+                if not host.is_known and not known_models(engine):
+                    # An engine that needs its model to know the names.
+                    await host.ready()
+                listed.append((host, await ask_models(engine)))
+            except Exception:
+                log.exception("model %s: `models` failed; its last answer stays", host.key)
+                return False
+        return self._set_own_models(listed)
 
     def reconfigure(self, settings: Settings) -> None:
         """Apply new settings. Unchanged models keep their hosts, loaded or not."""
@@ -172,10 +205,12 @@ class Catalog:
         return await self.find(name)
 
     async def find(self, name: str) -> ServedModel:
-        """Return the model for a name; scan the folders again if it is unknown."""
+        """Return the model for a name; ask the engines and scan the folders again if it is unknown."""
         try:
             return self.resolve(name)
         except ModelNotFound:
+            if self._own_engines:
+                await self.refresh()
             await self.scan()
             if EMBEDDING in name.lower():
                 # The error suggests an embedding model.

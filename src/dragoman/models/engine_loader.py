@@ -9,19 +9,17 @@ Rules
 import asyncio
 import logging
 import math
-import threading
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.quantities import format_size
 from dragoman.config.settings import Limits
-from dragoman.core.engine import Engine
+from dragoman.core.daemon_thread import run_in_daemon_thread
+from dragoman.core.engine import Engine, call_engine, start_engine
 from dragoman.core.errors import ConfigError, DragomanError, ModelFailed
 from dragoman.engines import engine_class
 from dragoman.files import sources
@@ -33,7 +31,6 @@ from dragoman.models.residency import Event, MemoryMeasured, ModelLost
 
 log = logging.getLogger("dragoman.models")
 
-T = TypeVar("T")
 OnEngineLost = Callable[[str], None]
 """Called with the reason when an engine will not come back by itself."""
 BuildEngine = Callable[[OnEngineLost], Awaitable[Engine]]
@@ -59,22 +56,6 @@ async def local_engine(spec: ModelSpec, limits: Limits, on_lost: OnEngineLost) -
         return cls.configured(spec.name, options)
     plain = msgspec.to_builtins(options)
     return WorkerEngine(spec.engine, spec.name, plain, limits.stall_seconds, on_lost, limits.load_seconds)
-
-
-async def run_in_daemon_thread(work: Callable[[], T]) -> T:
-    """Run long work, such as a download, in a thread that does not delay the end of the process."""
-    result: Future[T] = Future()
-    # The work cannot be cancelled: it runs to its end even if the caller stops waiting.
-    result.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:  # noqa: BLE001 (raised in the caller)
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="dragoman-background", daemon=True).start()
-    return await asyncio.wrap_future(result)
 
 
 class LoadFailures:
@@ -120,6 +101,8 @@ class EngineLoader:
         self.spec = spec
         self.engine: Engine | None = None
         self.supports: frozenset[str] = frozenset()
+        self.reads_fields: tuple[str, ...] = ()
+        self.reads_headers: tuple[str, ...] = ()
         self.is_known = False
         """Whether it has been loaded before, so that `supports` is known."""
         self.memory = 0
@@ -160,6 +143,7 @@ class EngineLoader:
             raise
         self.failures.note_loaded()
         self.engine, self.supports, self.is_known = engine, engine.supports(), True
+        self.reads_fields, self.reads_headers = tuple(engine.reads_fields), tuple(engine.reads_headers)
         self.memory = await asyncio.to_thread(session_memory, self.pid)
         if self.engine is None:
             # The engine was lost during the measurement.
@@ -171,7 +155,7 @@ class EngineLoader:
     async def _start_engine(self) -> Engine:
         try:
             self._loading = engine = await self._build(self.lose_engine)
-            await engine.start()
+            await start_engine(engine)
             for info in engine.models():
                 get_format(info.format)
         except (Exception, asyncio.CancelledError):
@@ -221,9 +205,10 @@ class EngineLoader:
 
 async def stop_engine(engine: Engine) -> None:
     """Stop an engine; a hanging or failing stop is logged and does not block the server."""
+    stop: Callable[[], Awaitable[None] | None] = engine.stop
     try:
         async with asyncio.timeout(STOP_SECONDS):
-            await engine.stop()
+            await call_engine(stop)
     except TimeoutError:
         log.error("an engine (%s) did not stop within %g s", type(engine).__name__, STOP_SECONDS)
     except Exception:

@@ -12,9 +12,10 @@ from collections.abc import Coroutine
 from typing import Any
 
 from dragoman.config.quantities import format_size
+from dragoman.core.daemon_thread import run_in_daemon_thread
 from dragoman.core.errors import ConfigError, ModelFailed
 from dragoman.models import residency
-from dragoman.models.engine_loader import EngineLoader, run_in_daemon_thread
+from dragoman.models.engine_loader import EngineLoader
 from dragoman.models.residency import Residency, ResidencyState
 
 log = logging.getLogger("dragoman.models")

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from dragoman.core.engine import Engine, call_engine
+from dragoman.core.engine import Engine, call_engine, run_delivery
 from dragoman.core.errors import BadRequest, ContextTooLong, NotSupported, UnsupportedParameter, quote
 from dragoman.core.events import Event, Finished, Started, Usage
 from dragoman.core.features import Feature
@@ -64,11 +64,18 @@ class ChoiceSlots(Protocol):
     def release(self) -> None: ...
 
 
-def check_features(model: str, requested: Sequence[Asked], supports: frozenset[str], strict: bool) -> tuple[str, ...]:
-    """Return the parameters that will be ignored. Raises an error if one is essential or the mode is strict."""
+def check_features(
+    model: str, requested: Sequence[Asked], supports: frozenset[str], strict: bool, read: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Return the parameters that will be ignored. Raises an error if one is essential or the mode is strict.
+
+    `read` are the unknown fields that the engine reads.
+    """
     ignored = []
     for asked in requested:
         if asked.feature in SERVER_FEATURES or asked.feature in supports:
+            continue
+        if asked.param in read and asked.feature == Feature.UNKNOWN:
             continue
         if asked.feature in ESSENTIAL:
             raise NotSupported(f"model '{model}' {_describe_missing(asked, supports)}", param=asked.param)
@@ -86,6 +93,11 @@ def _describe_missing(asked: Asked, supports: frozenset[str]) -> str:
     return f"does not support '{asked.param}'"
 
 
+def reads_field(reads_fields: Sequence[str], name: str) -> bool:
+    """Whether an engine reads an unknown field of the body."""
+    return name in reads_fields or "*" in reads_fields
+
+
 def unsupported_parameter(model: str, param: str) -> UnsupportedParameter:
     message = f"model '{model}' does not support {quote(param)}; remove it or disable strict mode"
     return UnsupportedParameter(message, param=param)
@@ -94,7 +106,7 @@ def unsupported_parameter(model: str, param: str) -> UnsupportedParameter:
 def check_limits(request: GenerationRequest, choices: int, stop_strings: int) -> None:
     requested = max(request.choices, request.best_of) * max(1, len(request.prompts))
     if requested > choices:
-        param = _find_param(request, Feature.CHOICES, Feature.BEST_OF, Feature.COMPLETION)
+        param = _find_param(request, Feature.CHOICES, Feature.BEST_OF, Feature.COMPLETION, Feature.TOKEN_PROMPT)
         raise BadRequest(f"at most {choices} choices are allowed per request, not {requested}", param=param)
     if len(request.stop) > stop_strings:
         raise BadRequest(f"at most {stop_strings} stop strings are allowed", param=_find_param(request, Feature.STOP))
@@ -168,7 +180,7 @@ async def _run_choice(engine: Engine, request: GenerationRequest, index: int, on
 
     # If a stage ends the reply, the rest of the engine's output is not needed.
     with suppress(_ReplyComplete):
-        await engine.deliver(request, on_ready)
+        await run_delivery(engine, request, on_ready)
 
 
 class _ReplyComplete(Exception):

@@ -17,9 +17,11 @@ from dragoman.core.events import Event, Finished, TextDelta
 
 
 class StopMatcher:
-    """Finds the first of several strings in text that arrives in pieces."""
+    """Finds the first of several strings in text that arrives in pieces. `docs/library.md` has an example."""
 
     def __init__(self, stops: Sequence[str]) -> None:
+        if not stops or "" in stops:
+            raise ValueError("a StopMatcher needs one or more strings that are not empty")
         self._next: list[dict[str, int]] = [{}]
         self._fallback = [0]
         self._depth = [0]

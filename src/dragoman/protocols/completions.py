@@ -52,6 +52,7 @@ def decode(body: bytes) -> GenerationRequest:
         best_of=fields.best_of or 1,
         delivery=openai.decode_delivery(fields),
         asked=tuple(asked),
+        extra=json_body.extra_fields(parsed, asked),
     )
 
 
@@ -91,9 +92,8 @@ def _check(fields: CompletionFields, prompts: Sequence[object]) -> None:
 
 
 def _asked(fields: CompletionFields, prompts: Sequence[object]) -> list[Asked]:
-    asked = [Asked(Feature.COMPLETION, "prompt")]
-    if any(isinstance(prompt, tuple) for prompt in prompts):
-        asked.append(Asked(Feature.TOKEN_PROMPT, "prompt"))
+    kinds = {Feature.COMPLETION if isinstance(prompt, str) else Feature.TOKEN_PROMPT for prompt in prompts}
+    asked = [Asked(kind, "prompt") for kind in sorted(kinds)]
     if fields.suffix:
         asked.append(Asked(Feature.INFILL, "suffix"))
     if fields.logprobs is not None:

@@ -27,6 +27,8 @@ from numpy.typing import NDArray
 
 from dragoman.core.choices import describe_choices
 from dragoman.core.errors import DECODE_ERRORS, MAX_VALUE, REQUIRED, BadRequest, parse_validation_error, quote, truncate
+from dragoman.core.features import Feature
+from dragoman.core.request import Asked
 
 MAX_DEPTH = 64
 LARGE_BODY = 256 * 1024
@@ -218,6 +220,11 @@ def unknown_fields(parsed: dict[str, Any], struct: type[msgspec.Struct]) -> list
     if len(unknown) > MAX_UNKNOWN:
         raise BadRequest(f"the request has {len(unknown)} unknown fields; at most {MAX_UNKNOWN} are accepted")
     return unknown
+
+
+def extra_fields(parsed: dict[str, Any], asked: Sequence[Asked]) -> dict[str, Any]:
+    """Return the fields of the body that the protocol does not have, for engines that read them."""
+    return {one.param: parsed[one.param] for one in asked if one.feature is Feature.UNKNOWN and one.param in parsed}
 
 
 @cache

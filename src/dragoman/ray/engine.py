@@ -23,7 +23,7 @@ from ray.serve.exceptions import RayServeException
 
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Limits
-from dragoman.core.engine import ModelInfo, stream_events
+from dragoman.core.engine import ModelInfo, start_engine, stream_events
 from dragoman.core.errors import ENCODE_ERRORS, BadRequest, DragomanError, EngineDied, Unavailable, engine_failure
 from dragoman.core.events import Event, Listener, Started, notify
 from dragoman.core.request import GenerationRequest
@@ -42,6 +42,7 @@ from dragoman.ipc.messages import (
 )
 from dragoman.ipc.worker_main import run_method_call
 from dragoman.models import local_engine
+from dragoman.models.engine_loader import stop_engine
 from dragoman.ray.replica_order import ReplicaCall
 
 log = logging.getLogger("dragoman.ray")
@@ -57,7 +58,7 @@ class Replica:
     async def __init__(self, spec: ModelSpec, limits: Limits) -> None:  # type: ignore[misc]
         self._lost_reason: str | None = None
         self._engine = await local_engine(spec, limits, self._note_lost)
-        await self._engine.start()
+        await start_engine(self._engine)
         for info in self._engine.models():
             get_format(info.format)
 
@@ -85,7 +86,7 @@ class Replica:
         return encode_body(await run_method_call(self._engine, method_call))
 
     async def stop(self) -> None:
-        await self._engine.stop()
+        await stop_engine(self._engine)
 
     # Ray Serve calls `__del__` to release a replica and waits for it.
     __del__ = stop

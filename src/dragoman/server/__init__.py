@@ -4,6 +4,7 @@ app               the app with all state; `base_app` is shared with front ends
 routes            the route table, and create_app()
 serve             runs the app until a signal stops it
 http_exchange     one request: its time limits, its body and its response
+hooks             callables of the application for every generation
 model_lease       a lease on a model: name, permission, quota, slot, engine
 preflight_checks  checks before the server starts
 handlers          the handlers of the routes

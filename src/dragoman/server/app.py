@@ -15,7 +15,7 @@ from dragoman.core.errors import NotSupported, StorageUnavailable, Unauthorized
 from dragoman.models import Catalog, EngineFactory, ServedModel
 from dragoman.protocols.models import ReloadResult
 from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, has_token
-from dragoman.server.auth.callers import UNRESTRICTED, Caller, QuotaLease
+from dragoman.server.auth.callers import Caller, QuotaLease
 from dragoman.server.base_app import BaseApp, Route, RouteTable
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LocalModelLease
@@ -127,7 +127,7 @@ class App(BaseApp):
 
     def _check_operator(self, exchange: HttpExchange) -> None:
         """Require the admin token if no key is needed. The scope of a key has been checked already."""
-        if exchange.caller is UNRESTRICTED and not has_token(exchange.headers, self.admin_token):
+        if exchange.caller.needs_admin_token and not has_token(exchange.headers, self.admin_token):
             raise Unauthorized(
                 "this route needs a key with the scope admin. As no keys are configured, it also accepts the header "
                 f"{ADMIN_TOKEN_HEADER} with the token from the run directory of the server's home. "

@@ -16,7 +16,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -39,7 +39,9 @@ from dragoman.protocols.errors import encode_openai_error
 from dragoman.protocols.registry import family
 from dragoman.protocols.wire_protocol import Family
 from dragoman.server.auth.access import Authenticator
-from dragoman.server.auth.callers import scope_for_path
+from dragoman.server.auth.callers import ANONYMOUS, scope_for_path
+from dragoman.server.auth.host_user import Identify
+from dragoman.server.hooks import Hooks
 from dragoman.server.http.headers import CorsPolicy, TrustedProxies
 from dragoman.server.http.response import Receive, Scope, Send
 from dragoman.server.http_exchange import HttpExchange
@@ -102,6 +104,10 @@ class RouteTable(Generic[AppT]):
 
 class BaseApp(ABC):
     responses: ResponseStore
+    hooks: Hooks | None = None
+    """Callables of the application that made this app."""
+    identify: Identify | None = None
+    """Finds the user of the application that this app is mounted into."""
 
     def __init__(self, routes: RouteTable[Any], settings: Settings, telemetry: Recorder) -> None:
         self.routes = routes
@@ -270,7 +276,10 @@ class BaseApp(ABC):
         timer.deadline = timer.started + self.settings.limits.request_seconds
         if b"x-dragoman-timeout" in exchange.headers:
             timer.shorten_deadline(exchange.headers[b"x-dragoman-timeout"])
-        exchange.caller = caller = self._authenticator.authenticate(exchange.headers)
+        caller = self._authenticator.authenticate(exchange.headers)
+        if caller.principal == ANONYMOUS and (principal := exchange.host_principal(self.identify)) is not None:
+            caller = replace(caller, principal=principal)
+        exchange.caller = caller
         exchange.record.principal = caller.principal
         exchange.record.scope = scope
         caller.check_route(scope)

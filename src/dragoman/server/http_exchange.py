@@ -36,6 +36,7 @@ from dragoman.core.errors import (
 from dragoman.protocols.json_body import LARGE_BODY, has_more_elements
 from dragoman.protocols.wire_protocol import EVENT_STREAM, OPENAI, Family
 from dragoman.server.auth.callers import UNRESTRICTED, Caller, QuotaUsage
+from dragoman.server.auth.host_user import Identify, host_principal
 from dragoman.server.http.bodies import run_in_body_thread
 from dragoman.server.http.headers import RawHeaders, check_media_type, host_name, merge_headers
 from dragoman.server.http.response import DIRECT, Receive, Response, Scope, Send
@@ -286,6 +287,10 @@ class HttpExchange:
     def serializable_scope(self) -> dict[str, Any]:
         """The part of the scope that another process needs to answer the request."""
         return {name: value for name, value in self._scope.items() if name not in OWN_SCOPE}
+
+    def host_principal(self, identify: Identify | None) -> str | None:
+        """The principal of the user of the application that the app is mounted into."""
+        return host_principal(self._scope, identify)
 
     def not_found_error(self, hint: str = "") -> NotFound:
         return NotFound(f"there is nothing at {self.path[:100]}{hint}")

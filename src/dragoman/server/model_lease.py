@@ -18,7 +18,7 @@ from dragoman.core.errors import ModelNotFound, quote
 from dragoman.core.request import Asked
 from dragoman.models import Catalog, ModelHost, ServedModel
 from dragoman.models.admission import Slots
-from dragoman.pipeline.generate import ChoiceSlots, check_features
+from dragoman.pipeline.generate import ChoiceSlots, check_features, reads_field
 from dragoman.server.auth.callers import Caller, Estimate, QuotaLease
 
 
@@ -30,6 +30,8 @@ class LeaseRequest(msgspec.Struct, frozen=True, array_like=True):
     estimate: Estimate | None
     """Of its tokens; None if the key has no quota, or if they are already reserved."""
     strict: bool
+    extra: tuple[str, ...] = ()
+    """Names of unknown fields that the engine gets, if it reads them."""
 
 
 class LeaseInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -42,6 +44,9 @@ class LeaseInfo(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingDefaults | None
     ignored: tuple[str, ...]
     """Parameters that the engine cannot honour."""
+    reads_fields: tuple[str, ...] = ()
+    reads_headers: tuple[str, ...] = ()
+    """What else the engine reads, as in `Engine`."""
 
 
 class ModelLease(ABC):
@@ -111,9 +116,11 @@ class LocalModelLease(ModelLease):
         if not host.is_known or host.is_restarting:
             # The features of a model are known once it was loaded. Waiting for a restart of its process needs no slot.
             self._engine = await host.enter()
-        ignored = check_features(model.name, request.asked, host.supports, request.strict)
+        fields = host.reads_fields
+        read = fields and [name for name in request.extra if reads_field(fields, name)]
+        ignored = check_features(model.name, request.asked, host.supports, request.strict, read)
         sampling = None if model.sampling is NO_DEFAULTS else model.sampling
-        return LeaseInfo(model.name, model.label, self.fallbacks, sampling, ignored)
+        return LeaseInfo(model.name, model.label, self.fallbacks, sampling, ignored, fields, host.reads_headers)
 
     @property
     def supports(self) -> frozenset[str]:

@@ -11,9 +11,11 @@ from dragoman.protocols.registry import ANTHROPIC, PROTOCOLS, load_protocol
 from dragoman.protocols.responses.items import PREFIX
 from dragoman.protocols.wire_protocol import OPENAI, WireProtocol
 from dragoman.server.app import App, SettingsLoader
+from dragoman.server.auth.host_user import Identify
 from dragoman.server.base_app import METRICS_PATH, RESPONSES_PATH, Methods, Route, RouteTable, SharedRoute
 from dragoman.server.handlers import embeddings, models, responses, stats, tokens
 from dragoman.server.handlers.generation import answer
+from dragoman.server.hooks import Hooks
 
 ENGINES_ONLY = Settings(models_dir=())
 """Settings for an app that serves only the given engines."""
@@ -88,9 +90,18 @@ def build_app(
     return App(build_routes(settings, protocols), settings, engines, reload_settings, engine_factory)
 
 
-def create_app(*engines: Engine, settings: Settings | None = None, protocols: Sequence[WireProtocol] = ()) -> App:
+def create_app(
+    *engines: Engine,
+    settings: Settings | None = None,
+    protocols: Sequence[WireProtocol] = (),
+    identify: Identify | None = None,
+    hooks: Hooks | None = None,
+) -> App:
     """Make an ASGI app that serves the engines and the models of the settings. It can be mounted into another app.
 
-    `protocols` are wire protocols of your own, beside those that the settings name.
+    `protocols` are wire protocols of your own, beside those that the settings name. `identify` gets the ASGI scope of a
+    request and returns its user in the outer app; without it, that is `scope["user"]`.
     """
-    return build_app(settings or ENGINES_ONLY, engines, protocols=protocols)
+    app = build_app(settings or ENGINES_ONLY, engines, protocols=protocols)
+    app.identify, app.hooks = identify, hooks
+    return app

@@ -24,6 +24,7 @@ from dragoman.protocols.wire_protocol import WireProtocol
 from dragoman.server.app import App, SettingsLoader
 from dragoman.server.auth.admin_token import TokenFile
 from dragoman.server.frontends.supervisor import FrontEndSupervisor
+from dragoman.server.hooks import Hooks
 from dragoman.server.http.server import HttpServer, SocketFile, bind_listeners, tune_memory
 from dragoman.server.preflight_checks import check_exposure, check_listen_address, find_diagnostics, with_hosts
 from dragoman.server.routes import ENGINES_ONLY, build_app
@@ -41,17 +42,20 @@ def serve(
     port: int | None = None,
     settings: Settings | None = None,
     protocols: Sequence[WireProtocol] = (),
+    hooks: Hooks | None = None,
 ) -> None:
     """Serve your own engines until a signal stops the process. `host` and `port` override the settings.
 
-    With `protocols`, which exist in this process only, there are no front ends. Protocols that the settings name work
-    with front ends too.
+    With `protocols` or `hooks`, which exist in this process only, there are no front ends. Protocols that the settings
+    name work with front ends too.
     """
     settings = settings or ENGINES_ONLY
-    if protocols:
+    if protocols or hooks is not None:
         if (settings.workers or 1) > 1:
             raise ConfigError(
                 "front ends cannot use protocol objects; name their classes in `protocols` of the settings"
+                if protocols
+                else "front ends cannot call hooks; set `workers: 1`"
             )
         settings = msgspec.structs.replace(settings, workers=1)
     key = os.environ.get("DRAGOMAN_API_KEY")
@@ -61,7 +65,7 @@ def serve(
         settings, host=host or settings.host, port=settings.port if port is None else port
     )
     warnings = (found for found in find_diagnostics(settings) if found.level != "error")
-    run(settings, engines, warnings=Locations().format(warnings), protocols=protocols)
+    run(settings, engines, warnings=Locations().format(warnings), protocols=protocols, hooks=hooks)
 
 
 def run(
@@ -70,6 +74,7 @@ def run(
     reload_settings: SettingsLoader | None = None,
     warnings: Sequence[str] = (),
     protocols: Sequence[WireProtocol] = (),
+    hooks: Hooks | None = None,
 ) -> None:
     """Serve until a signal stops the process. If the only model fails to load, raise a ConfigError.
 
@@ -82,6 +87,7 @@ def run(
         log.warning("%s", warning)
     checked_reload = None if reload_settings is None else _checked_reload(reload_settings, settings)
     app = build_app(with_hosts(settings), engines, checked_reload, protocols=protocols)
+    app.hooks = hooks
     with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
         runner.run(_serve(app, settings.workers or default_workers(cpus())))
 

@@ -127,6 +127,7 @@ def decode_fields(parsed: dict[str, Any]) -> GenerationRequest:
         choices=fields.n or 1,
         delivery=openai.decode_delivery(fields),
         asked=tuple(asked),
+        extra=json_body.extra_fields(parsed, asked),
     )
 
 

@@ -154,6 +154,7 @@ def decode_count(body: bytes) -> GenerationRequest:
         stop=tuple(fields.stop_sequences or ()),
         delivery=Delivery(stream=bool(fields.stream), usage=True),
         asked=tuple(asked),
+        extra=json_body.extra_fields(parsed, asked),
     )
 
 

@@ -185,6 +185,7 @@ def decode(
         logprobs=Logprobs(fields.top_logprobs or 0) if wants_logprobs else None,
         delivery=Delivery(stream=bool(fields.stream), usage=True),
         asked=tuple(asked),
+        extra=json_body.extra_fields(parsed_request.parsed, asked),
     )
     return ResponseRequest(request, _response_context(parsed_request, toolset, [item for _, _, item in located]))
 

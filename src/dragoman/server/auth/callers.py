@@ -243,6 +243,8 @@ class Caller:
     models: tuple[str, ...] | None = None
     quota: Quota | None = None
     configured_models: tuple[str, ...] | None = None
+    needs_admin_token: bool = False
+    """Whether `/admin` requires the admin token, because the server requires no keys."""
 
     def __post_init__(self) -> None:
         self.models = None if self.models is None else tuple(map(str.lower, self.models))
@@ -285,5 +287,5 @@ def _matches(name: str, patterns: Sequence[str] | None) -> bool:
     return patterns is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-UNRESTRICTED = Caller(ANONYMOUS)
+UNRESTRICTED = Caller(ANONYMOUS, needs_admin_token=True)
 """Every caller, if the server requires no keys."""

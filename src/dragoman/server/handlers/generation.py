@@ -12,8 +12,9 @@ Rules
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -21,7 +22,7 @@ from dragoman.core.errors import DragomanError
 from dragoman.core.events import Event, Finished, Started
 from dragoman.core.reply import ReplyBuilder
 from dragoman.core.request import Asked, GenerationRequest
-from dragoman.pipeline.generate import check_limits, generate, unsupported_parameter
+from dragoman.pipeline.generate import check_limits, generate, reads_field, unsupported_parameter
 from dragoman.protocols.registry import ReplyEncoding
 from dragoman.protocols.wire_protocol import EVENT_STREAM, Encoder, WireProtocol
 from dragoman.server.auth.callers import Estimate, estimate_prompt_tokens, estimate_tokens
@@ -118,7 +119,7 @@ class _Generation:
         if self._response.quota_lease is not None and not is_fallback:
             estimate = estimate_tokens(decoded, exchange.weight)
         try:
-            info = await find_model(app, exchange, lease, decoded.model, decoded.asked, estimate)
+            info = await find_model(app, exchange, lease, decoded.model, decoded.asked, estimate, decoded.extra)
             request = _complete_request(app, exchange, decoded, info)
             check_limits(request, limits.choices, limits.stop_strings)
             if request.delivery.stream:
@@ -132,7 +133,15 @@ class _Generation:
             engine = await lease.start()
             record.queue_us = lease.queue_us
             timer.expect(limits.stall_seconds, stall_error)
-            await generate(engine, request, lease.slots, self._receive, timer.note_running)
+            if app.hooks is None:
+                await generate(engine, request, lease.slots, self._receive, timer.note_running)
+            else:
+                slots = lease.slots
+                await app.hooks.run(
+                    request,
+                    self._receive,
+                    lambda receive: generate(engine, request, slots, receive, timer.note_running),
+                )
             first_event = timer.started + (record.first_event_us or 0) / 1e6
             lease.note_speed(record.completion_tokens, timer.last_progress - first_event)
             return request
@@ -194,15 +203,29 @@ async def find_model(
     name: str,
     asked: tuple[Asked, ...],
     estimate: Estimate | None = None,
+    extra: Iterable[str] = (),
 ) -> LeaseInfo:
-    """Find the model of a lease, and note its name and the parameters that it ignores."""
+    """Find the model of a lease, and note its name and the parameters that it ignores. `extra` are the names of unknown
+    fields that the engine gets if it reads them."""
     try:
-        info = await lease.find(LeaseRequest(name, asked, estimate, app.is_strict(exchange)))
+        info = await lease.find(LeaseRequest(name, asked, estimate, app.is_strict(exchange), tuple(extra)))
     finally:
         exchange.record.model = lease.label
     if info.ignored:
         exchange.response.ignore(info.ignored)
     return info
+
+
+def caller_fields(exchange: HttpExchange, decoded: GenerationRequest, info: LeaseInfo) -> dict[str, Any]:
+    """The fields of a request that tell an engine who sent it, and what else the engine reads of the HTTP request."""
+    extra, headers = decoded.extra, {}
+    if extra:
+        extra = {name: value for name, value in extra.items() if reads_field(info.reads_fields, name)}
+    if info.reads_headers:
+        sent = exchange.headers
+        headers = {name: sent[key].decode("latin-1") for name in info.reads_headers if (key := name.encode()) in sent}
+    record = exchange.record
+    return {"id": record.id, "principal": record.principal, "extra": extra, "headers": headers}
 
 
 def _complete_request(
@@ -222,9 +245,8 @@ def _complete_request(
         delivery = msgspec.structs.replace(delivery, reasoning_fields=fields)
     return msgspec.structs.replace(
         decoded,
-        id=record.id,
+        **caller_fields(exchange, decoded, info),
         model=info.model,
-        principal=record.principal,
         max_tokens=limit,
         sampling=sampling,
         delivery=delivery,

@@ -94,6 +94,7 @@ def _round(value: float | None) -> float | None:
 
 
 async def list_models(app: App, exchange: HttpExchange) -> None:
+    await app.catalog.refresh()
     await app.catalog.scan()
     visible = [
         model
@@ -116,6 +117,7 @@ async def one_model(app: App, exchange: HttpExchange) -> None:
 
 
 async def model_states(app: App, exchange: HttpExchange) -> None:
+    await app.catalog.refresh()
     await app.catalog.scan()
     visible = [model for model in app.catalog.list_models() if exchange.caller.may_use(model.name)]
     served = [await _describe_state(app, model) for model in visible]

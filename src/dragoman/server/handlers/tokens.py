@@ -1,6 +1,6 @@
 """Handlers that render prompts, count tokens, tokenize and detokenize. They need the engine, but no slot."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -13,15 +13,16 @@ from dragoman.protocols import tokenize as wire_tokens
 from dragoman.protocols.messages import server as messages
 from dragoman.protocols.registry import PROTOCOLS
 from dragoman.server.app import App
-from dragoman.server.handlers.generation import find_model
+from dragoman.server.handlers.generation import caller_fields, find_model
 from dragoman.server.http_exchange import HttpExchange, stall_error
+from dragoman.server.model_lease import LeaseInfo
 
 
 async def render(app: App, exchange: HttpExchange) -> None:
     decoded = await exchange.read_body(app.settings.limits, PROTOCOLS["chat"].decode)
-    async with _engine(app, exchange, decoded.model, decoded.asked) as (engine, model):
-        shown = await _render(engine, _complete(decoded, exchange, model))
-    await exchange.response.send_json(wire_tokens.encode_prompt(model, shown.text, shown.tokens, shown.format))
+    async with _engine(app, exchange, decoded.model, decoded.asked, decoded.extra) as (engine, info):
+        shown = await _render(engine, _complete(decoded, exchange, info))
+    await exchange.response.send_json(wire_tokens.encode_prompt(info.model, shown.text, shown.tokens, shown.format))
 
 
 async def _render(engine: Engine, request: GenerationRequest) -> RenderedPrompt:
@@ -41,35 +42,35 @@ async def messages_count(app: App, exchange: HttpExchange) -> None:
 
 
 async def count_prompt(app: App, exchange: HttpExchange, decoded: GenerationRequest) -> int:
-    async with _engine(app, exchange, decoded.model, decoded.asked) as (engine, model):
-        request = _complete(decoded, exchange, model)
+    async with _engine(app, exchange, decoded.model, decoded.asked, decoded.extra) as (engine, info):
+        request = _complete(decoded, exchange, info)
         if Feature.COUNT_TOKENS in engine.supports():
             return await call_engine(engine.count_tokens, request)
         if Feature.RENDER in engine.supports():
             return len((await call_engine(engine.render, request)).tokens)
-        raise NotSupported(f"model '{model}' does not count its tokens")
+        raise NotSupported(f"model '{info.model}' does not count its tokens")
 
 
-def _complete(decoded: GenerationRequest, exchange: HttpExchange, model: str) -> GenerationRequest:
-    return msgspec.structs.replace(decoded, id=exchange.record.id, model=model)
+def _complete(decoded: GenerationRequest, exchange: HttpExchange, info: LeaseInfo) -> GenerationRequest:
+    return msgspec.structs.replace(decoded, **caller_fields(exchange, decoded, info), model=info.model)
 
 
 async def tokenize(app: App, exchange: HttpExchange) -> None:
     decoded = await exchange.read_body(app.settings.limits, wire_tokens.decode_tokenize)
-    async with _engine(app, exchange, decoded.fields.model or "", decoded.asked) as (engine, model):
-        tokens = await _tokenize(engine, model, decoded, exchange)
+    async with _engine(app, exchange, decoded.fields.model or "", decoded.asked) as (engine, info):
+        tokens = await _tokenize(engine, info, decoded, exchange)
         wants_texts = decoded.asks_for(Feature.TOKEN_TEXTS) and Feature.TOKEN_TEXTS in engine.supports()
         texts = await call_engine(engine.token_texts, tokens) if wants_texts else None
-        context = engine.model_info(model).context
+        context = engine.model_info(info.model).context
     await exchange.response.send_json(wire_tokens.encode_tokens(decoded, tokens, context, texts))
 
 
 async def _tokenize(
-    engine: Engine, model: str, decoded: wire_tokens.TokenizeRequest, exchange: HttpExchange
+    engine: Engine, info: LeaseInfo, decoded: wire_tokens.TokenizeRequest, exchange: HttpExchange
 ) -> Sequence[int]:
     if decoded.chat is not None:
-        return (await _render(engine, _complete(decoded.chat, exchange, model))).tokens
-    _check_tokenizer(engine, model)
+        return (await _render(engine, _complete(decoded.chat, exchange, info))).tokens
+    _check_tokenizer(engine, info.model)
     adds_special = decoded.asks_for(Feature.ADD_SPECIAL) and Feature.ADD_SPECIAL in engine.supports()
     method = engine.tokenize_text if adds_special else engine.tokenize
     return await call_engine(method, decoded.text, bool(decoded.fields.parse_special))
@@ -77,8 +78,8 @@ async def _tokenize(
 
 async def detokenize(app: App, exchange: HttpExchange) -> None:
     decoded = await exchange.read_body(app.settings.limits, wire_tokens.decode_detokenize)
-    async with _engine(app, exchange, decoded.model or "") as (engine, model):
-        _check_tokenizer(engine, model)
+    async with _engine(app, exchange, decoded.model or "") as (engine, info):
+        _check_tokenizer(engine, info.model)
         text = await call_engine(engine.detokenize, decoded.tokens)
     await exchange.response.send_json(wire_tokens.encode_text(text))
 
@@ -90,14 +91,14 @@ def _check_tokenizer(engine: Engine, model: str) -> None:
 
 @asynccontextmanager
 async def _engine(
-    app: App, exchange: HttpExchange, name: str, asked: tuple[Asked, ...] = ()
-) -> AsyncIterator[tuple[Engine, str]]:
-    """The engine and the name of the model, with a running stall timer."""
+    app: App, exchange: HttpExchange, name: str, asked: tuple[Asked, ...] = (), extra: Iterable[str] = ()
+) -> AsyncIterator[tuple[Engine, LeaseInfo]]:
+    """The engine and the model, with a running stall timer."""
     lease = app.model_lease(exchange)
     try:
-        info = await find_model(app, exchange, lease, name, asked)
+        info = await find_model(app, exchange, lease, name, asked, extra=extra)
         engine = await lease.start_without_slot()
         exchange.timer.expect(app.settings.limits.stall_seconds, stall_error)
-        yield engine, info.model
+        yield engine, info
     finally:
         lease.close()

@@ -1,0 +1,37 @@
+"""The user of the application that the app is mounted into.
+
+    identify(scope)   a callable of `create_app`, if there is one, else
+    scope["user"]     as authentication middleware sets it: a string, or an object of Starlette or Django
+
+The principal of such a user begins with `host:`, so it is never that of a key.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Identify = Callable[[Mapping[str, Any]], str | None]
+"""Gets the ASGI scope of a request, and returns the name of its user or None."""
+NAMES = ("identity", "display_name", "username")
+"""Attributes of user objects, in order of preference."""
+
+
+def host_principal(scope: Mapping[str, Any], identify: Identify | None) -> str | None:
+    """Return the principal of the host application's user; None if there is none."""
+    name = _user_name(scope.get("user")) if identify is None else identify(scope)
+    return f"host:{name}" if name else None
+
+
+def _user_name(user: Any) -> str | None:
+    if user is None or isinstance(user, str):
+        return user
+    if not getattr(user, "is_authenticated", True):
+        return None
+    for attribute in NAMES:
+        try:
+            name = getattr(user, attribute, None)
+        except NotImplementedError:
+            # Starlette's base class declares `identity`, but its SimpleUser has none.
+            continue
+        if name:
+            return str(name)
+    return None
