@@ -91,7 +91,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def default_model(self) -> ModelSpec | None:
-        """The configured model for requests without a model name; None if there is none in `models`."""
+        """The configured model for requests without a model name; None if `models` is empty."""
         if self.default is None:
             return next(iter(self.models), None)
         name = self.default.lower()

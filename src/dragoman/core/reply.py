@@ -75,7 +75,7 @@ class Reply(msgspec.Struct, frozen=True):
     unknown_parts: tuple[Any, ...] = ()
     """Parts of the content that are not text, reasoning or tool calls, as the server sent them."""
     unknown_reason: str | None = None
-    """The server's finish reason, if it is none of `FinishReason`."""
+    """The server's finish reason, if `FinishReason` does not contain it."""
 
     @property
     def text(self) -> str:

@@ -174,7 +174,7 @@ class ReplyReader(ABC):
         self._usage: Usage | None = None
         self._reason: FinishReason | None = None
         self.unknown_reason: str | None = None
-        """The finish reason, if it is none of `REASONS`."""
+        """The finish reason, if `REASONS` does not contain it."""
         self.id = self.model = ""
         """As the server reports them."""
         self.raw: Mapping[str, Any] | None = None

@@ -16,7 +16,7 @@ NAMES = ("identity", "display_name", "username")
 
 
 def host_principal(scope: Mapping[str, Any], identify: Identify | None) -> str | None:
-    """Return the principal of the host application's user; None if there is none."""
+    """Return the principal of the host application's user; None if it names no user."""
     name = _user_name(scope.get("user")) if identify is None else identify(scope)
     return f"host:{name}" if name else None
 

@@ -22,7 +22,8 @@ from dragoman.protocols import rerank as wire_rerank
 from dragoman.server.app import App
 from dragoman.server.auth.callers import Estimate, estimate_text_tokens
 from dragoman.server.handlers.generation import find_model
-from dragoman.server.http_exchange import HttpExchange, stall_error
+from dragoman.server.http_exchange import HttpExchange
+from dragoman.server.request_timer import stall_error
 
 RequestT = TypeVar("RequestT", EmbeddingRequest, RerankRequest)
 BATCH_INPUTS = 64

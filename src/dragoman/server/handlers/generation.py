@@ -27,8 +27,9 @@ from dragoman.protocols.registry import ReplyEncoding
 from dragoman.protocols.wire_protocol import EVENT_STREAM, Encoder, WireProtocol
 from dragoman.server.auth.callers import Estimate, estimate_prompt_tokens, estimate_tokens
 from dragoman.server.base_app import BaseApp
-from dragoman.server.http_exchange import HttpExchange, stall_error
+from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LeaseInfo, LeaseRequest, ModelLease
+from dragoman.server.request_timer import stall_error
 from dragoman.server.telemetry.metrics import Meter
 
 log = logging.getLogger("dragoman.prompts")

@@ -14,8 +14,9 @@ from dragoman.protocols.messages import server as messages
 from dragoman.protocols.registry import PROTOCOLS
 from dragoman.server.app import App
 from dragoman.server.handlers.generation import caller_fields, find_model
-from dragoman.server.http_exchange import HttpExchange, stall_error
+from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LeaseInfo
+from dragoman.server.request_timer import stall_error
 
 
 async def render(app: App, exchange: HttpExchange) -> None:
