@@ -13,7 +13,7 @@ from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.engines.upstream.engine import UpstreamEngine
 from dragoman.engines.upstream.options import UpstreamOptions
-from dragoman.server.telemetry.recorder import describe_run
+from dragoman.server.telemetry.recorder import without_secrets
 from tests.engines.upstream_app import CHAT, USER, ask, ask_all, client_of, sent, upstream_app
 from tests.support.bad_server import (
     HEL,
@@ -55,7 +55,7 @@ async def test_password_in_url_is_sent_only_to_the_server(server: BadServer, cap
         shown = (await client.get("/admin/upstreams")).text
     assert '"drained"' in drained
     assert server.url.replace("://", "://***@") in shown
-    assert "hidden" not in drained + shown + caplog.text + json.dumps(describe_run(app.settings, []))
+    assert "hidden" not in drained + shown + caplog.text + json.dumps(without_secrets(app.settings))
     # "me:hidden"
     assert "\r\nauthorization: basic bwu6aglkzgvu\r\n" in server.heads[-1]
 

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from dragoman.core.version import __version__
 from tests.protocols.anthropic_stream import read
 from tests.support.requests import (
     CHAT,
@@ -56,6 +57,7 @@ def test_frames_of_a_chat(client: httpx.Client) -> None:
             "object": "chat.completion.chunk",
             "created": created,
             "model": "echo",
+            "system_fingerprint": f"dragoman-{__version__}",
             "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}],
         }
 

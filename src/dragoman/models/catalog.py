@@ -242,6 +242,19 @@ class Catalog:
         finally:
             self._scan_task = None
 
+    def describe_models(self) -> list[dict[str, str]]:
+        """Return each model with its engine and its device, as far as they are known before it is loaded."""
+        engines = {host.key: engine for engine, host in self._own_engines}
+        described = []
+        for model in self.models.values():
+            if model.spec is None:
+                own = engines[model.host.key]
+                engine, device = type(own).__name__, own.device
+            else:
+                engine, device = model.spec.engine, engine_class(model.spec.engine).device
+            described.append({"name": model.name, "engine": engine, "device": device})
+        return described
+
     def list_models(self) -> list[ServedModel]:
         """Return all models that can be requested, configured ones first."""
         known = list(self.models.values())

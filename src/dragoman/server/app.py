@@ -19,7 +19,7 @@ from dragoman.server.auth.callers import Caller, QuotaLease
 from dragoman.server.base_app import BaseApp, Route, RouteTable
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LocalModelLease
-from dragoman.server.telemetry.recorder import TelemetryRecorder, describe_run
+from dragoman.server.telemetry.recorder import TelemetryRecorder, without_secrets
 from dragoman.storage.response_store import MemoryResponseStore
 
 log = logging.getLogger("dragoman")
@@ -64,7 +64,6 @@ class App(BaseApp):
         engine_factory: EngineFactory | None = None,
     ) -> None:
         """`reload_settings` loads the settings again; `engine_factory` makes engines that run elsewhere."""
-        self._engines = engines
         self.catalog = Catalog(settings, engines, engine_factory)
         super().__init__(routes, settings, TelemetryRecorder(settings.telemetry, settings.event_log))
         limits = settings.limits
@@ -161,7 +160,9 @@ class App(BaseApp):
 
     def start(self) -> None:
         super().start()
-        self.telemetry.events.start(describe_run(self.settings, self._engines))
+        self.telemetry.events.start(
+            {"models": self.catalog.describe_models(), "config": without_secrets(self.settings)}
+        )
 
     async def stop(self) -> None:
         if self._is_stopped:

@@ -18,7 +18,7 @@ import platform
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,11 +27,9 @@ import msgspec
 
 from dragoman.config.sections import Telemetry
 from dragoman.config.settings import Settings
-from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError
 from dragoman.core.urls import remove_credentials
 from dragoman.core.version import __version__
-from dragoman.engines import engine_class
 from dragoman.server.telemetry.metrics import Metrics, RequestRecord
 
 SCHEMA = 1
@@ -144,16 +142,6 @@ def _open(path: str) -> FileIO:
         return Path(path).open("ab", buffering=0)
     except OSError as error:
         raise ConfigError(f"the event log {path} cannot be written: {error.strerror}") from error
-
-
-def describe_run(settings: Settings, engines: Sequence[Engine]) -> dict[str, Any]:
-    """The models and the configuration, for the first line of the event log."""
-    models = [(model.name, type(engine).__name__, engine.device) for engine in engines for model in engine.models()]
-    models += [(name, spec.engine, engine_class(spec.engine).device) for spec in settings.models for name in spec.names]
-    return {
-        "models": [{"name": name, "engine": engine, "device": device} for name, engine, device in models],
-        "config": without_secrets(settings),
-    }
 
 
 def without_secrets(settings: Settings) -> Any:
