@@ -60,7 +60,7 @@ def discovery(folder: Path) -> Discovery:
 
 def test_found_models(folder: Path, discovery: Discovery) -> None:
     length = len(model("gemma3"))
-    assert {found.name: (found.kind, found.architecture, found.quantisation) for found in discovery.found.values()} == {
+    assert {found.name: (found.kind, found.architecture, found.quantization) for found in discovery.found.values()} == {
         "Tiny": ("gguf", "llama", "Q4_K_M"),
         "Big-Q4_K_M": ("gguf", "llama", "Q4_K_M"),
         "Big-Q8_0": ("gguf", "llama", "Q8_0"),
@@ -179,7 +179,7 @@ def test_second_scan_sees_new_and_removed_files(folder: Path, discovery: Discove
     discovery.scan()
     tiny = discovery.found["tiny"]
     assert isinstance(tiny, DiscoveredModel)
-    assert (tiny.architecture, tiny.quantisation) == ("phi3", "Q8_0")
+    assert (tiny.architecture, tiny.quantization) == ("phi3", "Q8_0")
     assert "new" in discovery.found
     assert "big-q8_0" not in discovery.found
 

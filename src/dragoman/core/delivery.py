@@ -186,7 +186,7 @@ async def _call_generate(generate: Generate, request: GenerationRequest) -> Outp
     elif inspect.iscoroutinefunction(generate):
         result = await generate(request)
     else:
-        result = await run_in_daemon_thread(partial(_without_exit, partial(generate, request)))
+        result = await run_in_daemon_thread(partial(_convert_exit, partial(generate, request)))
     result = await result if inspect.isawaitable(result) else result
     if isinstance(result, str | Event):
         return (result,)
@@ -195,7 +195,7 @@ async def _call_generate(generate: Generate, request: GenerationRequest) -> Outp
     return result
 
 
-def _without_exit(function: Callable[[], T]) -> T:
+def _convert_exit(function: Callable[[], T]) -> T:
     """Call a function; SystemExit and the like would end the event loop, so they become an error."""
     try:
         return function()
@@ -222,7 +222,7 @@ async def deliver_in_thread(
         asyncio.run_coroutine_threadsafe(pass_on(events), loop).result()
 
     try:
-        await run_in_daemon_thread(partial(_without_exit, partial(deliver, request, listen)))
+        await run_in_daemon_thread(partial(_convert_exit, partial(deliver, request, listen)))
     finally:
         is_ended.set()
 
@@ -246,13 +246,13 @@ def _to_event(output: object) -> Event:
 async def _in_thread(source: Iterable[Output]) -> AsyncGenerator[Sequence[Event], None]:
     """Run a plain generator in a thread, at most MAX_BACKLOG outputs ahead of the reader."""
     iterator, loop = iter(source), asyncio.get_running_loop()
-    ready, has_news = deque[Sequence[Event]](), asyncio.Event()
+    ready, has_output = deque[Sequence[Event]](), asyncio.Event()
     capacity, is_closed = threading.Semaphore(MAX_BACKLOG), threading.Event()
     outcome: Future[None] = Future()
 
     def wake_reader() -> None:
         try:
-            loop.call_soon_threadsafe(has_news.set)
+            loop.call_soon_threadsafe(has_output.set)
         except RuntimeError:
             # The event loop is closed.
             is_closed.set()
@@ -284,8 +284,8 @@ async def _in_thread(source: Iterable[Output]) -> AsyncGenerator[Sequence[Event]
     try:
         is_last = False
         while not is_last:
-            await has_news.wait()
-            has_news.clear()
+            await has_output.wait()
+            has_output.clear()
             # Read first: what the thread adds before its end is in the last batch.
             is_last = outcome.done()
             batch: list[Event] = []

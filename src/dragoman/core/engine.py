@@ -26,6 +26,7 @@ Output = delivery.Output
 EmbedFunction = Callable[[Sequence[Input]], Sequence[Embedding] | Awaitable[Sequence[Embedding]]]
 
 PutProgress = Callable[[msgspec.Raw], None]
+"""Receives the encoded progress of a generation that belongs to another process."""
 
 FEATURES_BY_METHOD = {
     "generate": (Feature.CHAT, Feature.COMPLETION),
@@ -62,7 +63,7 @@ class RenderedPrompt(msgspec.Struct, frozen=True):
 
 
 class WorkerControl(Protocol):
-    """The worker process of an engine, as the server sees it. `PutProgress` receives encoded progress."""
+    """The worker process of an engine, as the server sees it."""
 
     @property
     def pid(self) -> int | None: ...

@@ -3,7 +3,7 @@
     name := the path within the directory, without ".gguf" and without "-00001-of-00003"     `org/Model-Q4_K_M`
     a requested name, in any case, matches
         -> the name, or its last part if that is unique
-        -> base[:tag]: the name without its quantisation; the tag is the quantisation, an unknown tag is ignored
+        -> base[:tag]: the name without its quantization; the tag is the quantization, an unknown tag is ignored
         -> architecture[:tag], as in `llama`, `llama:8b`; the tag is the size of the model, or as above. `gemma3_text`,
            the name of a text model beside one with images, means `gemma3` too
         -> nothing, if it means several models
@@ -12,7 +12,7 @@ Rules
 1. A requested name is compared with the names that were found. It is never used as a path.
 2. A file or directory that a link places outside of the models directory is not served.
 3. A model in several files is one model, if all of them are present.
-4. Without a tag, the largest quantisation is used.
+4. Without a tag, the largest quantization is used.
 5. Each file and directory is listed once, under its own name rather than that of a link. So a link to a parent
    directory does not repeat the walk.
 6. Only regular files are opened, and again only after a change. Little is read of each (see `gguf`). A scan that takes
@@ -49,10 +49,10 @@ MAX_DESCRIPTION_BYTES = 16 << 20
 """Bytes of a file such as config.json."""
 KEYS = ("general.architecture", "general.type", "general.file_type", "general.size_label")
 """Metadata that is read of a GGUF file."""
-_QUANTISATION = re.compile(r"(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|NVFP4|BF16|F16|F32|FP16|FP32)", re.IGNORECASE)
+_QUANTIZATION = re.compile(r"(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|NVFP4|BF16|F16|F32|FP16|FP32)", re.IGNORECASE)
 _SIZE = re.compile(r"(?:\d+x)?\d+(?:\.\d+)?[kmbt](?:-a\d+(?:\.\d+)?[mb])?")
 """As in 8b, 8x7b or 30b-a3b, in lower case."""
-_SUFFIX = re.compile(rf"(?P<base>.+)[-._](?P<tag>{_QUANTISATION.pattern})", re.IGNORECASE)
+_SUFFIX = re.compile(rf"(?P<base>.+)[-._](?P<tag>{_QUANTIZATION.pattern})", re.IGNORECASE)
 _FILE_TYPES = """
     0=F32 1=F16 2=Q4_0 3=Q4_1 7=Q8_0 8=Q5_0 9=Q5_1 10=Q2_K 11=Q3_K_S 12=Q3_K_M 13=Q3_K_L 14=Q4_K_S 15=Q4_K_M 16=Q5_K_S
     17=Q5_K_M 18=Q6_K 19=IQ2_XXS 20=IQ2_XS 21=Q2_K_S 22=IQ3_XS 23=IQ3_XXS 24=IQ1_S 25=IQ4_NL 26=IQ3_S 27=IQ3_M 28=IQ2_S
@@ -71,7 +71,7 @@ class DiscoveredModel(msgspec.Struct, frozen=True):
     size: int
     """Bytes of all its files."""
     architecture: str | None = None
-    quantisation: str | None = None
+    quantization: str | None = None
     family: str | None = None
     """The architecture as GGUF files and `model_type` name it."""
     size_label: str | None = None
@@ -79,7 +79,7 @@ class DiscoveredModel(msgspec.Struct, frozen=True):
 
     @property
     def base(self) -> str:
-        """The name without its quantisation."""
+        """The name without its quantization."""
         cut = _SUFFIX.fullmatch(self.name)
         return cut["base"] if cut else self.name
 
@@ -105,7 +105,7 @@ class _Entry(msgspec.Struct, frozen=True):
 _Version = tuple[str, tuple[tuple[int, int, int], ...]]
 """The path of a model, and the size, modification time and inode of each of its files."""
 _Description = tuple[str | None, str | None, str | None, str | None]
-"""Architecture, quantisation, family and size."""
+"""Architecture, quantization, family and size."""
 
 
 class Discovery:
@@ -162,7 +162,7 @@ class Discovery:
         tagged = [
             model
             for model in self.found.values()
-            if not _QUANTISATION.fullmatch(tag) or (model.quantisation or "").lower() == tag
+            if not _QUANTIZATION.fullmatch(tag) or (model.quantization or "").lower() == tag
         ]
         exact = [model for model in tagged if base in (model.name.lower(), model.base.lower())]
         named = exact or [model for model in tagged if base in (_last_part(model.name), _last_part(model.base))]
@@ -318,8 +318,8 @@ def _describe_directory(folder: Path) -> _Description:
     try:
         config = json.loads(read_description(folder / "config.json"))
         architectures = config.get("architectures") or [config.get("model_type")]
-        quantisation = config.get("quantization_config") or {}
-        kind = quantisation.get("quant_method") or config.get("torch_dtype") or config.get("dtype")
+        quantization = config.get("quantization_config") or {}
+        kind = quantization.get("quant_method") or config.get("torch_dtype") or config.get("dtype")
         return _text(architectures[0]), _text(kind), _text(config.get("model_type")), None
     except (OSError, ValueError, AttributeError, IndexError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{folder}/config.json cannot be read: {error}") from error

@@ -39,7 +39,7 @@ T = TypeVar("T")
 WorkerRequest = GenerationRequest | msgspec.Raw | MethodCall
 """A request to a worker; `Raw` is an encoded GenerationRequest."""
 LoadReply = EngineInfo | messages.StartFailed
-"""Receives the encoded progress of a generation that belongs to another process."""
+"""The first message of a worker."""
 BACKLOG = 1024
 """Unread events of one generation before its engine is paused."""
 UNSENDABLE = "the request cannot be passed to the engine: it has an integer of more than 64 bits or a lone surrogate"

@@ -117,7 +117,7 @@ class LocalModelLease(ModelLease):
             # The features of a model are known once it was loaded. Waiting for a restart of its process needs no slot.
             self._engine = await host.enter()
         fields = host.reads_fields
-        read = fields and [name for name in request.extra if reads_field(fields, name)]
+        read = [name for name in request.extra if reads_field(fields, name)]
         ignored = check_features(model.name, request.asked, host.supports, request.strict, read)
         sampling = None if model.sampling is NO_DEFAULTS else model.sampling
         return LeaseInfo(model.name, model.label, self.fallbacks, sampling, ignored, fields, host.reads_headers)

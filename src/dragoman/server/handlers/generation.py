@@ -217,8 +217,8 @@ async def find_model(
     return info
 
 
-def caller_fields(exchange: HttpExchange, decoded: GenerationRequest, info: LeaseInfo) -> dict[str, Any]:
-    """The fields of a request that tell an engine who sent it, and what else the engine reads of the HTTP request."""
+def http_fields(exchange: HttpExchange, decoded: GenerationRequest, info: LeaseInfo) -> dict[str, Any]:
+    """The fields of a generation request that come from the HTTP request."""
     extra, headers = decoded.extra, {}
     if extra:
         extra = {name: value for name, value in extra.items() if reads_field(info.reads_fields, name)}
@@ -246,7 +246,7 @@ def _complete_request(
         delivery = msgspec.structs.replace(delivery, reasoning_fields=fields)
     return msgspec.structs.replace(
         decoded,
-        **caller_fields(exchange, decoded, info),
+        **http_fields(exchange, decoded, info),
         model=info.model,
         max_tokens=limit,
         sampling=sampling,

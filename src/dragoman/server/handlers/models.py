@@ -85,7 +85,7 @@ async def _describe(app: App, model: ServedModel) -> wire_models.ModelEntry:
         loading_progress=model.host.progress,
         architecture=None if model.found is None else model.found.architecture,
         size=None if model.found is None else model.found.size,
-        quantization=None if model.found is None else model.found.quantisation,
+        quantization=None if model.found is None else model.found.quantization,
     )
 
 

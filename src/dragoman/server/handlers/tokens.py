@@ -13,7 +13,7 @@ from dragoman.protocols import tokenize as wire_tokens
 from dragoman.protocols.messages import server as messages
 from dragoman.protocols.registry import PROTOCOLS
 from dragoman.server.app import App
-from dragoman.server.handlers.generation import caller_fields, find_model
+from dragoman.server.handlers.generation import find_model, http_fields
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LeaseInfo
 from dragoman.server.request_timer import stall_error
@@ -53,7 +53,7 @@ async def count_prompt(app: App, exchange: HttpExchange, decoded: GenerationRequ
 
 
 def _complete(decoded: GenerationRequest, exchange: HttpExchange, info: LeaseInfo) -> GenerationRequest:
-    return msgspec.structs.replace(decoded, **caller_fields(exchange, decoded, info), model=info.model)
+    return msgspec.structs.replace(decoded, **http_fields(exchange, decoded, info), model=info.model)
 
 
 async def tokenize(app: App, exchange: HttpExchange) -> None:

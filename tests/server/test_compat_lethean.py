@@ -1,4 +1,4 @@
-"""Users of Lethean's Go handler: its rows as Dragoman's own behaviour, and Dragoman in front of that handler."""
+"""What clients of Lethean's Go server rely on: served by Dragoman, and by Dragoman in front of such a server."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,21 +8,21 @@ import pytest
 
 from dragoman import Client
 from dragoman.core.errors import BadAnswer, BadRequest, ModelNotFound
+from tests.support.compat_servers import CITY, THOUGHT, CompatServer, lethean
 from tests.support.requests import CHAT, HELLO, ask, frames, refused, talking, text_of
-from tests.support.seed_servers import CITY, THOUGHT, SeedServer, lethean
 from tests.support.server_process import Running, Serving
 
 CHANNELS = "<|channel>thought\nA capital.<|channel>assistant\nParis."
 
 
 @pytest.fixture(scope="module")
-def upstream() -> Iterator[SeedServer]:
-    with SeedServer(lethean).running() as server:
+def upstream() -> Iterator[CompatServer]:
+    with CompatServer(lethean).running() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, serving: Serving, upstream: SeedServer) -> Iterator[Running]:
+def server(tmp_path_factory: pytest.TempPathFactory, serving: Serving, upstream: CompatServer) -> Iterator[Running]:
     relayed = {"engine": "upstream", "url": upstream.url, "protocol": "chat"}
     config = {
         "models": {
@@ -54,14 +54,14 @@ def joined(response: httpx.Response, field: str) -> str:
     return "".join(choice["delta"].get(field) or "" for chunk in chunks for choice in chunk["choices"])
 
 
-def test_request_fields_of_the_handler_are_passed_on(client: httpx.Client, upstream: SeedServer) -> None:
+def test_request_fields_of_the_handler_are_passed_on(client: httpx.Client, upstream: CompatServer) -> None:
     upstream.requests.clear()
     fields = {"temperature": 0, "top_p": 0.5, "top_k": 3, "max_tokens": 7, "user": "me"}
     assert message(ask(client, CHAT, model="gemma", **fields))["content"] == CITY
     assert fields.items() <= upstream.bodies[-1].items()
 
 
-def test_unknown_fields_are_left_out_and_this_is_remembered(client: httpx.Client, upstream: SeedServer) -> None:
+def test_unknown_fields_are_left_out_and_this_is_remembered(client: httpx.Client, upstream: CompatServer) -> None:
     assert message(ask(client, CHAT, model="gemma"))["content"] == CITY
     upstream.requests.clear()
     assert message(ask(client, CHAT, model="gemma"))["content"] == CITY
@@ -118,7 +118,7 @@ def test_finish_reason_error_of_the_handler_is_an_error(client: httpx.Client) ->
     refused(response, 502)
 
 
-def test_client_of_the_handler(upstream: SeedServer) -> None:
+def test_client_of_the_handler(upstream: CompatServer) -> None:
     with Client(upstream.url, model="gemma", protocol="chat") as client:
         with client.stream("hello") as events:
             list(events)
@@ -130,7 +130,7 @@ def test_client_of_the_handler(upstream: SeedServer) -> None:
         assert "stream_options" not in upstream.bodies[-1]
 
 
-def test_client_gets_errors_of_the_handler(upstream: SeedServer) -> None:
+def test_client_gets_errors_of_the_handler(upstream: CompatServer) -> None:
     with Client(upstream.url, model="gemma", protocol="chat") as client:
         # An option is never dropped silently.
         with pytest.raises(BadRequest, match="invalid request body"):

@@ -1,4 +1,4 @@
-"""Users of the OpenAI server in Ruby: its rows as Dragoman's own behaviour, and Dragoman in front of that server."""
+"""What clients of an OpenAI server in Ruby rely on: served by Dragoman, and by Dragoman in front of such a server."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,8 +12,8 @@ from dragoman.core.embeddings import Embedding, Input
 from dragoman.core.engine import Output
 from dragoman.core.errors import NotSupported
 from dragoman.core.request import GenerationRequest
+from tests.support.compat_servers import CompatServer, ruby
 from tests.support.requests import CHAT, COMPLETIONS, HELLO, PATIENCE, ask, frames, recorded, refused, talking, text_of
-from tests.support.seed_servers import SeedServer, ruby
 from tests.support.server_process import Running, Serving
 
 EMBEDDINGS = "/v1/embeddings"
@@ -32,13 +32,13 @@ class Vectors(Engine):
 
 
 @pytest.fixture(scope="module")
-def upstream() -> Iterator[SeedServer]:
-    with SeedServer(ruby).running() as server:
+def upstream() -> Iterator[CompatServer]:
+    with CompatServer(ruby).running() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, serving: Serving, upstream: SeedServer) -> Iterator[Running]:
+def server(tmp_path_factory: pytest.TempPathFactory, serving: Serving, upstream: CompatServer) -> Iterator[Running]:
     config = {
         "models": {
             "toy": {"engine": "upstream", "url": upstream.url, "protocol": "chat"},
@@ -147,7 +147,7 @@ def test_errors_are_counted(client: httpx.Client, server: Running) -> None:
     assert event["status"] == 404
 
 
-def test_client_of_the_server(upstream: SeedServer) -> None:
+def test_client_of_the_server(upstream: CompatServer) -> None:
     with Client(upstream.url, model="toy", protocol="chat") as client:
         assert [model.name for model in client.models()] == ["toy"]
         with client.stream("hello") as events:

@@ -1,4 +1,4 @@
-"""Users of AstrAI's server with two protocols: its rows as Dragoman's own behaviour, and Dragoman in front of it."""
+"""What clients of AstrAI's server rely on: served by Dragoman, and by Dragoman in front of such a server."""
 
 import json
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from dragoman import Client
+from tests.support.compat_servers import WORDS, CompatServer, astrai
 from tests.support.requests import CHAT, HELLO, ask, frames, talking, text_of
 from tests.support.sdk import anthropic_sdk
-from tests.support.seed_servers import WORDS, SeedServer, astrai
 from tests.support.server_process import Running, Serving
 
 TEXT = "".join(WORDS)
@@ -20,13 +20,13 @@ PROTOCOLS = ["chat", "messages"]
 
 
 @pytest.fixture(scope="module")
-def upstream() -> Iterator[SeedServer]:
-    with SeedServer(astrai).running() as server:
+def upstream() -> Iterator[CompatServer]:
+    with CompatServer(astrai).running() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, serving: Serving, upstream: SeedServer) -> Iterator[Running]:
+def server(tmp_path_factory: pytest.TempPathFactory, serving: Serving, upstream: CompatServer) -> Iterator[Running]:
     relayed = {"engine": "upstream", "url": upstream.url}
     config: dict[str, Any] = {
         "models": {
@@ -120,7 +120,7 @@ def test_several_text_blocks_are_all_read(server: Running) -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_client_of_the_server(upstream: SeedServer, protocol: Any) -> None:
+def test_client_of_the_server(upstream: CompatServer, protocol: Any) -> None:
     with Client(upstream.url, model="m", protocol=protocol) as client:
         with client.stream("hello") as events:
             assert len(list(events)) > 3

@@ -1,4 +1,4 @@
-"""Users of the Python client that Dragoman's client replaces: its rows, with both clients."""
+"""What users of an older Python client rely on, with `Client` and `AsyncClient`."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ from tests.support.bad_server import (
     stream,
     whole,
 )
-from tests.support.seed_servers import Respond, astrai, lethean, ruby
+from tests.support.compat_servers import Respond, astrai, lethean, ruby
 from tests.support.server_process import Running
 from tests.support.text_splits import cut_bytes, cuttings
 
@@ -215,7 +215,7 @@ def seed_stream(respond: Respond, path: str, **fields: Any) -> bytes:
     ids=["lethean", "astrai", "astrai with tools", "astrai messages", "ruby"],
 )
 @given(cuts=cuttings())
-def test_streams_of_the_founding_systems_cut_anywhere(protocol: str, data: bytes, cuts: list[int]) -> None:
+def test_stream_split_at_any_byte(protocol: str, data: bytes, cuts: list[int]) -> None:
     whole = outcome(protocol, [data])
     assert isinstance(whole, Choice)
     assert whole.parts

@@ -1,4 +1,4 @@
-"""Servers with the wire formats of the systems that Dragoman unites, defects included.
+"""Servers with the wire formats of older servers that Dragoman works with and replaces, defects included.
 
 `lethean` is the Go handler, `astrai` the Python server with two protocols, `ruby` the OpenAI server in Ruby.
 """
@@ -17,7 +17,7 @@ Respond = Callable[[str, Body], Answer]
 EVENT_STREAM, JSON = "text/event-stream", "application/json"
 
 
-class SeedServer:
+class CompatServer:
     """`requests` are the bodies that arrived, with their paths."""
 
     def __init__(self, respond: Respond) -> None:
@@ -55,7 +55,7 @@ class SeedServer:
         return [body for _, body in self.requests]
 
     @contextmanager
-    def running(self) -> Iterator["SeedServer"]:
+    def running(self) -> Iterator["CompatServer"]:
         thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         try:
