@@ -19,7 +19,7 @@ from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.files.gguf import read_outline
 from dragoman.models import engine_loader
-from tests.support.engines import Nameless, NeverStops, SlowToLoad
+from tests.support.engines import NeverStops, SlowToLoad
 from tests.support.gguf_files import gguf, header, pair, sparse, text
 from tests.support.requests import CHAT, ask, eventually, in_process, refused, talking, text_of
 from tests.support.server_process import Running, Serving
@@ -160,11 +160,6 @@ def test_port_in_use_is_reported_before_start() -> None:
         taken.listen()
         with pytest.raises(ConfigError, match="is in use"):
             serve(NeverStops(), port=taken.getsockname()[1])
-
-
-def test_engine_without_models_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="offers no models"):
-        create_app(Nameless())
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -131,6 +131,20 @@ class Chat(WireProtocol):
         return GenerationRequest()
 
 
+class WithoutPaths(Chat):
+    paths = ()
+
+
+class WithUnknownScope(Chat):
+    paths = ("/mine",)
+    scope = "mine"  # type: ignore[assignment]
+
+
+class WithArguments(Chat):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -139,6 +153,9 @@ class Chat(WireProtocol):
         ("json:nothing", "protocol 'json:nothing': json has nothing called nothing"),
         ("json:dumps", "protocol 'json:dumps': it is not a subclass of WireProtocol"),
         (f"{__name__}:Chat", "the path /v1/chat/completions is taken"),
+        (f"{__name__}:WithoutPaths", "protocol WithoutPaths: `paths` must list at least one path"),
+        (f"{__name__}:WithUnknownScope", "protocol WithUnknownScope: unknown scope 'mine'; one of chat, "),
+        (f"{__name__}:WithArguments", f"protocol '{__name__}:WithArguments': WithArguments() must work without"),
     ],
 )
 def test_mistakes_are_reported(name: str, message: str) -> None:

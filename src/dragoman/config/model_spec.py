@@ -132,7 +132,16 @@ class ModelSpec(msgspec.Struct, frozen=True):
         is_same = (self.engine, self.options, self.ray) == (other.engine, other.options, other.ray)
         if not is_same or self.adapters or self.engine not in ENGINES or self.source is None or other.source is None:
             return False
-        return os.path.realpath(self.source) == os.path.realpath(other.source)
+        return self.source == other.source or self._real_path == other._real_path is not None
+
+    @property
+    def _real_path(self) -> str | None:
+        """The path of the model on this machine, without links; None if there is no such file yet."""
+        try:
+            path = self.locate()
+        except ConfigError:
+            return None
+        return None if path is None else os.path.realpath(path)
 
     def with_layout(self, layout: str | None) -> "ModelSpec":
         """Set the layout, if the engine has this option. `auto` is left out, because it is the default."""

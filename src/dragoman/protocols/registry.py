@@ -85,7 +85,10 @@ def load_protocol(name: str) -> WireProtocol:
     found = find_plugin("protocol", name, {})
     if not (isinstance(found, type) and issubclass(found, WireProtocol)):
         raise ConfigError(f"protocol {name!r}: it is not a subclass of WireProtocol")
-    return found()
+    try:
+        return found()
+    except TypeError as error:
+        raise ConfigError(f"protocol {name!r}: {found.__name__}() must work without arguments ({error})") from error
 
 
 CLIENT_PROTOCOLS = {

@@ -26,6 +26,7 @@ log = logging.getLogger("dragoman.server")
 
 JSON = b"application/json"
 COMMENT = b": keep-alive\n\n"
+FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\[\]]{0,63}")
 MAX_LIST_HEADER = 1000
 """Characters of a header that lists values."""
 
@@ -39,6 +40,7 @@ class ResponseWriter:
     stream_type = EVENT_STREAM
     is_streaming = False
     """Whether a silent stream gets comment frames."""
+    _ignored: tuple[str, ...] = ()
     _warnings: tuple[str, ...] = ()
     _head_sent: asyncio.Event | None = None
     """Set while the head of a stream is being sent."""
@@ -57,8 +59,10 @@ class ResponseWriter:
         self.extra_headers.append((b"connection", b"close"))
 
     def ignore(self, params: Iterable[str]) -> None:
-        """Name parameters that the engine does not honour in X-Dragoman-Ignored."""
-        self._record.ignored = tuple(dict.fromkeys((*self._record.ignored, *params)))
+        """Name parameters that the engine does not honour in X-Dragoman-Ignored, and in the logs."""
+        self._ignored = tuple(dict.fromkeys((*self._ignored, *params)))
+        # Callers choose the names of unknown fields. What is not like a name may be a prompt, so it is not logged.
+        self._record.ignored = tuple([param for param in self._ignored if FIELD_NAME.fullmatch(param)])
 
     def warn(self, message: str) -> None:
         """Log a warning about the reply, and name it in X-Dragoman-Warning if the headers are not sent yet."""
@@ -68,7 +72,7 @@ class ResponseWriter:
 
     def clear_notes(self) -> None:
         """Forget ignored parameters and warnings of a model that failed, before a fallback model runs."""
-        self._record.ignored = self._warnings = ()
+        self._record.ignored = self._ignored = self._warnings = ()
 
     def send_json(self, payload: object, status: int = 200) -> Awaitable[None]:
         return self.send(msgspec.json.encode(payload), JSON, status)
@@ -92,8 +96,8 @@ class ResponseWriter:
         headers = [(b"content-type", content_type), (b"x-request-id", request_id), *self.extra_headers]
         if self.family.id_header is not None:
             headers.append((self.family.id_header, request_id))
-        if self._record.ignored:
-            headers.append((b"x-dragoman-ignored", _list_header(self._record.ignored)))
+        if self._ignored:
+            headers.append((b"x-dragoman-ignored", _list_header(self._ignored)))
         if self._warnings:
             headers.append((b"x-dragoman-warning", _list_header(self._warnings)))
         if self.quota_lease is not None:

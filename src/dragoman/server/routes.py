@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import get_args
 
 from dragoman.config.settings import Settings
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError
+from dragoman.core.types import RouteScope
 from dragoman.models import EngineFactory
 from dragoman.protocols.registry import ANTHROPIC, PROTOCOLS, load_protocol
 from dragoman.protocols.responses.items import PREFIX
@@ -67,10 +69,23 @@ PREFIX_PATHS: dict[str, Methods[App]] = {
 }
 
 
+def _check_protocol(protocol: WireProtocol) -> None:
+    name, paths = type(protocol).__name__, getattr(protocol, "paths", ())
+    if not paths or not isinstance(paths, tuple | list):
+        raise ConfigError(f'protocol {name}: `paths` must list at least one path, as in ("/complete",)')
+    if protocol.scope not in get_args(RouteScope):
+        raise ConfigError(
+            f"protocol {name}: unknown scope {protocol.scope!r}; one of {', '.join(get_args(RouteScope))}"
+        )
+
+
 def build_routes(settings: Settings, protocols: Sequence[WireProtocol] = ()) -> RouteTable[App]:
     """The routes of the server, of the given protocols, and of those that the settings name."""
     paths = dict(PATHS)
-    for path, methods in _generation_paths([*protocols, *map(load_protocol, settings.protocols)]):
+    added = [*protocols, *map(load_protocol, settings.protocols)]
+    for protocol in added:
+        _check_protocol(protocol)
+    for path, methods in _generation_paths(added):
         if path in paths or any(path.startswith(prefix) for prefix in PREFIX_PATHS):
             raise ConfigError(f"the path {path} is taken; give the protocol another one")
         if not path.startswith("/"):

@@ -117,13 +117,13 @@ class Histogram:
     def quantile(self, share: float) -> float | None:
         """The quantile, interpolated within its bucket; None for an empty histogram.
 
-        It is never more than the mean allows: in values of 0 or more, at most half are above twice the mean.
+        It is never more than the sum allows: the values from the quantile upwards are at least as large.
         """
         total = self.count
         if total <= 1:
             return self.total if total else None
         target = share * total
-        most = self.total / (total - target) if share < 1 else math.inf
+        most = self.total / (total - math.ceil(target) + 1)
         so_far, below = 0, 0.0
         for bound, count in zip(self.bounds, self.counts, strict=False):
             if count and so_far + count >= target:
