@@ -131,7 +131,7 @@ class Chat(WireProtocol):
         return GenerationRequest()
 
 
-class WithoutPaths(Chat):
+class WithoutPaths(WireProtocol):
     paths = ()
 
 

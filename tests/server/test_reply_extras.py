@@ -80,8 +80,9 @@ def test_usage_and_timings_in_every_chunk(smol: ModelClient) -> None:
     assert len(counts) == len(parts)
     assert last.usage is not None
     assert last.usage.completion_tokens == counts[-1] > 1
-    timings: Any = parts[-1].model_extra
-    assert timings["timings"]["predicted_n"] == counts[-1]
+    for chunk in (parts[-1], last):
+        extra: Any = chunk.model_extra
+        assert extra["timings"]["predicted_n"] == counts[-1]
     reply: Any = smol.chat("Hello", extra_body={"timings_per_token": True})
     assert reply.timings["prompt_n"] + reply.timings["cache_n"] == reply.usage.prompt_tokens
     assert reply.timings["predicted_n"] == reply.usage.completion_tokens

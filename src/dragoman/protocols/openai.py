@@ -272,6 +272,8 @@ class StreamEncoder(ABC):
         self._plain = request.logprobs is None and not delivery.token_ids and not needs_counts
         self._extras: dict[str, Any] = {}
         """More fields of the next chunk."""
+        self._timings: dict[str, Any] = {}
+        """Those of the latest chunk; the usage chunk repeats them."""
         self._templates: dict[int, tuple[bytes, bytes, bytes]] = {}
         self._usages: list[Usage] = []
 
@@ -306,7 +308,7 @@ class StreamEncoder(ABC):
         if self._delivery.running_usage:
             self._extras["usage"] = encode_usage(counts.usage)
         if self._delivery.timings:
-            self._extras["timings"] = counts.timings(choice, event)
+            self._timings = self._extras["timings"] = counts.timings(choice, event)
 
     def _text_frames(self, choice: int, texts: list[str]) -> bytes:
         head, between, tail = self._templates.get(choice) or self._build_template(choice)
@@ -329,7 +331,7 @@ class StreamEncoder(ABC):
         return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
     def end(self) -> bytes:
-        self._extras = {}
+        self._extras = {"timings": self._timings} if self._timings else {}
         return (self._chunk([], encode_usage(total_usage(self._usages))) if self._with_usage else b"") + DONE
 
     def fail(self, error: DragomanError) -> bytes:
