@@ -123,7 +123,9 @@ def write_files(folder: Path, page: Path, address: str = DOCUMENTED_ADDRESS) -> 
 @pytest.mark.parametrize("block", CONFIGS, ids=str)
 def test_configuration_is_accepted(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in OWN_ENGINE.findall(block.code):
-        (tmp_path / f"{module}.py").write_text(f"from dragoman import Engine\n\n\nclass {name}(Engine):\n    pass\n")
+        engine = f"class {name}(Engine):\n    def generate(self, request):\n        yield ''\n"
+        code = f"from dragoman import Engine\n\n\n{engine}"
+        (tmp_path / f"{module}.py").write_text(code)
         monkeypatch.delitem(sys.modules, module, raising=False)
     write_files(tmp_path, block.page)
     monkeypatch.syspath_prepend(tmp_path)

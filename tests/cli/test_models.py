@@ -75,7 +75,8 @@ def test_models_of_a_configuration(folder: Path) -> None:
     (folder / "qwen").mkdir()
     (folder / "qwen/config.json").write_text('{"max_position_embeddings": 40960}')
     (folder / "qwen/chat_template.jinja").write_text("{{ messages }}<tool_call>{{ tools }}")
-    (folder / "my_module.py").write_text("from dragoman import Engine\n\n\nclass Shout(Engine):\n    pass\n")
+    code = "from dragoman import Engine\n\n\nclass Shout(Engine):\n    def generate(self, request):\n        yield ''\n"
+    (folder / "my_module.py").write_text(code)
     (folder / "team.yaml").write_text(
         "models:\n"
         "  mine: ./m.gguf\n"

@@ -29,7 +29,7 @@ TOLERANCE = 0.03
 SEA = (
     "The sea was calm that morning, and the old man went down to his boat with bread, water and a long line. His "
     "daughter had mended the sail in winter; the mast came from a wreck near the lighthouse. Forty years ago he had "
-    "crossed the bay in a storm, with three goats and a priest aboard, and since then the whole town believed him."
+    "crossed the bay in a storm, with three goats and a priest aboard, and since then nobody in town doubted him."
 )
 CITY = (
     "A city is a machine for meeting people, and its streets are the wires along which they travel. In Lisbon trams "

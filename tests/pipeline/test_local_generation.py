@@ -94,7 +94,7 @@ def test_events_of_several_choices_are_refused() -> None:
 
 def test_missing_feature_is_refused() -> None:
     request = chat(asked=(Asked(Feature.IMAGES, "messages[0]"),))
-    with pytest.raises(NotSupported, match="model 'thinker' does not support"):
+    with pytest.raises(NotSupported, match="model 'thinker' does not accept images"):
         asyncio.run(collect(Thinker(), request))
 
 
