@@ -67,6 +67,15 @@ def test_names_with_the_same_file_and_options_share_a_host() -> None:
     assert catalog.resolve("renamed").host is host
 
 
+def test_name_and_path_of_the_same_file_share_a_host(smollm2_path: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link.gguf"
+    link.symlink_to(smollm2_path)
+    sources = {"name": "smollm2", "path": str(smollm2_path), "link": str(link), "other": FILE}
+    catalog = Catalog(settings(*(ModelSpec(name, "llama", source) for name, source in sources.items())))
+    hosts = {name: catalog.resolve(name).host for name in sources}
+    assert hosts["name"] is hosts["path"] is hosts["link"] is not hosts["other"]
+
+
 def test_alias_of_whatever_a_request_may_name(folder: Path) -> None:
     aliases = {"best": "GOOD", "good": "base:latest", "mine": "llama:7b", "any-*": "best", "x": "y", "y": "x"}
     catalog = Catalog(settings(spec(), folder=folder, aliases=aliases))
