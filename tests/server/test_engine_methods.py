@@ -222,8 +222,14 @@ def test_failing_models_keep_the_last_answer(monkeypatch: pytest.MonkeyPatch) ->
     def fail() -> Sequence[ModelInfo]:
         raise ValueError("a mistake")
 
-    monkeypatch.setattr(engine, "models", fail)
-    assert talk(app, lambda client: client.get("/v1/models")).status_code == 200
+    async def script(client: httpx.AsyncClient) -> None:
+        # A model that is loaded is described by its engine.
+        assert text_of(await client.post(CHAT, json={"messages": HELLO})) == "first"
+        monkeypatch.setattr(engine, "models", fail)
+        assert names(await client.get("/v1/models")) == ["first"]
+        assert (await client.get("/v1/models/first")).json()["id"] == "first"
+
+    talk(app, script)
     assert list(app.catalog.models) == ["first"]
 
 

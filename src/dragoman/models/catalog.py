@@ -97,6 +97,7 @@ class Catalog:
                 if name not in others and name not in own:
                     is_same = known is not None and known.name == info.name and known.host is host
                     own[name] = known if known is not None and is_same else ServedModel(info.name, host)
+                    own[name].listed = info
         is_changed = own != {name: self.models[name] for name in self._own_names}
         self._own_names, self.models = list(own), own | others
         return is_changed

@@ -106,6 +106,8 @@ class ServedModel:
         """The name in metrics: always a known name, never one that a caller made up."""
         self.sampling = NO_DEFAULTS if spec is None else spec.sampling
         self._static_info: StaticInfo | None = None
+        self.listed: ModelInfo | None = None
+        """What the caller's engine said of it last."""
 
     @property
     def _engine_models(self) -> "list[ModelInfo]":
@@ -114,6 +116,8 @@ class ServedModel:
     @property
     def info(self) -> ModelInfo:
         """The engine's description of the model, once it is loaded."""
+        if self.listed is not None:
+            return self.listed
         return ModelInfo(self.name) if self.host.engine is None else self.host.engine.model_info(self.name)
 
     def member(self, name: str) -> "ServedModel | None":

@@ -110,6 +110,7 @@ async def list_models(app: App, exchange: HttpExchange) -> None:
 
 
 async def one_model(app: App, exchange: HttpExchange) -> None:
+    await app.catalog.refresh()
     model = await app.model(exchange, exchange.path.removeprefix("/v1/models/"))
     entry = await _describe(app, model)
     is_anthropic = exchange.response.family is ANTHROPIC
