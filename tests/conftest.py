@@ -11,6 +11,7 @@ import pytest
 
 from dragoman.files import sources
 from tests.support import server_process
+from tests.support.postgres import Postgres, run_postgres
 from tests.support.server_process import Running, Serving
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -137,3 +138,10 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path, servin
     config = {"models": {"smollm2": {"source": str(smollm2_path), "context": 2048, "slots": 4, "layout": "as-is"}}}
     with serving(tmp_path_factory.mktemp("smollm2"), config) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
+    """A Postgres server; each test makes databases of its own in it."""
+    with run_postgres(tmp_path_factory.mktemp("postgres")) as server:
+        yield server

@@ -5,7 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dragoman.config.loading import Flags, load_settings
+from dragoman.config.loading import Flags, default_address, load_settings
+from dragoman.config.sections import MEMORY
 from dragoman.config.settings import Settings
 
 
@@ -16,8 +17,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load(text: str, flags: Flags | None = None, environ: dict[str, str] | None = None) -> Settings:
+    """The settings, with the default address of the storage as in `Settings`."""
     Path("dragoman.yaml").write_text(text)
-    return load_settings(None, flags or Flags(), environ or {})
+    settings = load_settings(None, flags or Flags(), environ or {})
+    if settings.storage.address != default_address():
+        return settings
+    return msgspec.structs.replace(settings, storage=msgspec.structs.replace(settings.storage, address=MEMORY))
 
 
 def without_locations(settings: Settings) -> Settings:

@@ -11,13 +11,14 @@ from dragoman.config.loading import load as load_config
 from dragoman.config.model_spec import ModelSpec, SamplingDefaults
 from dragoman.config.settings import Limits, Settings
 from dragoman.core.errors import ConfigError
+from dragoman.storage.blobs import blob_directory
 from tests.config.conftest import load, without_locations
 
 SMOLLM2 = ModelSpec("smollm2", "llama", "smollm2")
 
 
 def test_defaults_without_configuration() -> None:
-    settings = load_settings(None, Flags(), {})
+    settings = load("")
     assert settings == Settings(models=(SMOLLM2,))
     assert (settings.host, settings.port, settings.api_keys, settings.default) == ("127.0.0.1", 8000, (), None)
     assert settings.limits.header_bytes < 64 * 1024
@@ -447,3 +448,31 @@ def test_unreadable_files(folder: Path) -> None:
     (folder / "round.yaml").write_text("hosts: &a [*a]\n")
     with pytest.raises(ConfigError, match=r"^round.yaml: "):
         load_settings("round.yaml", Flags(), {})
+
+
+@pytest.mark.parametrize(
+    ("written", "address", "blobs"),
+    [
+        ("storage: state.db", "{here}/state.db", "{here}/blobs"),
+        ("storage: memory", "memory", "{home}/blobs"),
+        ("storage: postgresql://ann@host/db", "postgresql://ann@host/db", "{home}/blobs"),
+        ("storage: {blobs: big}", "{home}/dragoman.db", "{here}/big"),
+        ("", "{home}/dragoman.db", "{home}/blobs"),
+    ],
+)
+def test_storage_is_an_address_or_a_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, address: str, blobs: str
+) -> None:
+    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
+    (tmp_path / "dragoman.yaml").write_text(written)
+    storage = load_settings(str(tmp_path / "dragoman.yaml"), Flags(), {}).storage
+    places = {"here": tmp_path, "home": tmp_path / "home"}
+    assert storage.address == address.format(**places)
+    assert str(blob_directory(storage)) == blobs.format(**places)
+
+
+def test_storage_keeps_things_for_written_times() -> None:
+    keep = load("storage: {keep: {responses: 12h, files: 7d}}").storage.keep
+    assert (keep.responses, keep.files, keep.batches) == (43200, 7 * 86400, 30 * 86400)
+    with pytest.raises(ConfigError, match=r"storage\.keep\.files: expected a time"):
+        load("storage: {keep: {files: long}}")

@@ -83,6 +83,12 @@ def add(commands: Commands) -> None:
     parser.add_argument("--tls-certificate", metavar="FILE", help="serve HTTPS with this certificate (PEM)")
     parser.add_argument("--tls-key", metavar="FILE", help="and this private key")
     parser.add_argument("--strict", action="store_true", help="reject parameters that a model cannot honour")
+    parser.add_argument(
+        "--storage",
+        metavar="ADDRESS",
+        help="where responses, usage, files and batches are stored: a file (default: dragoman.db in Dragoman's home "
+        "directory), postgresql://..., or memory",
+    )
     parser.add_argument("--event-log", metavar="FILE", help="append one JSON line per request to this file")
     parser.add_argument(
         "--layout", choices=("auto", "as-is"), help="as-is: ignore what `dragoman tune` recorded; auto: has no effect"

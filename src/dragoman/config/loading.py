@@ -9,6 +9,7 @@
     default, models_dir, models_yaml, require_model, errors, reasoning_fields, memory, keep_alive, turn_seconds, layout,
     host, port, socket, api_keys, strict, event_log, hosts, proxies, limits, workers, grace_seconds, drain_seconds,
     protocols,
+    storage  := ADDRESS | {address: ADDRESS, blobs: DIRECTORY, keep: {responses: TIME, ...}}
     keys, telemetry, cors, tls             see `sections`
 
 Rules
@@ -32,14 +33,15 @@ from dragoman.config.diagnostics import Locations, find_known_key
 from dragoman.config.model_spec import MODEL_NAME, ModelSpec, model_from_flag, read_models
 from dragoman.config.models_yaml import read_models_yaml
 from dragoman.config.quantities import parse_duration, parse_size
-from dragoman.config.sections import parse_network
+from dragoman.config.sections import MEMORY, POSTGRES, parse_network
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.engines import DEFAULT_ENGINE
 from dragoman.files.discovery import Discovery, list_names
-from dragoman.files.sources import BUILT_IN, is_path, name_from_source
+from dragoman.files.sources import BUILT_IN, home_directory, is_path, name_from_source
 
 FILE_NAME = "dragoman.yaml"
+DATABASE_FILE = "dragoman.db"
 ALIAS_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/*?-]+")
 HOST = re.compile(r"[A-Za-z0-9._:%-]+")
 HOST_NAME = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
@@ -65,6 +67,7 @@ class Flags(msgspec.Struct, frozen=True):
     api_keys: Sequence[str] = ()
     strict: bool = False
     event_log: str | None = None
+    storage: str | None = None
     protocols: Sequence[str] = ()
     workers: int | None = None
     socket: str | None = None
@@ -174,6 +177,7 @@ def _read_settings(file: ConfigFile, flags: Flags, environ: Mapping[str, str]) -
         values["keys"] = file.get_mapping(values, "keys") | {"anonymous": True}
     if isinstance(values.get("models_dir"), str):
         values["models_dir"] = [values["models_dir"]]
+    values["storage"] = _read_storage(file, values.get("storage"))
     values["memory"] = file.parse(values.get("memory"), parse_size, "memory")
     values["keep_alive"] = file.parse(values.get("keep_alive"), parse_duration, "keep_alive")
     settings: Settings = file.convert(values, Settings, "")
@@ -181,6 +185,19 @@ def _read_settings(file: ConfigFile, flags: Flags, environ: Mapping[str, str]) -
         file.parse(entry, parse_network, f"proxies[{at}]")
     _check_texts(file, settings)
     return _resolve_paths(file, settings)
+
+
+def default_address() -> str:
+    """The file of the storage if the configuration names none."""
+    return str(home_directory() / DATABASE_FILE)
+
+
+def _read_storage(file: ConfigFile, value: Any) -> dict[str, Any]:
+    """The section `storage`, or its address alone. Without an address it is a file in the home directory."""
+    section = {"address": value} if isinstance(value, str) else file.get_mapping({"storage": value}, "storage")
+    keep = file.get_mapping(section, "keep")
+    times = {name: file.parse(time, parse_duration, f"storage.keep.{name}") for name, time in keep.items()}
+    return {"address": default_address()} | section | {"keep": times}
 
 
 def _check_texts(file: ConfigFile, settings: Settings) -> None:
@@ -206,6 +223,8 @@ def _resolve_paths(file: ConfigFile, settings: Settings) -> Settings:
         return path if path is None or is_flag else resolve_path(path, file.directory)
 
     replace, keys, tls, folders = msgspec.structs.replace, settings.keys, settings.tls, settings.models_dir
+    storage = settings.storage
+    is_address = storage.address == MEMORY or storage.address.startswith(POSTGRES)
     jwt = None if keys.jwt is None else replace(keys.jwt, key_file=resolve("keys", keys.jwt.key_file))
     return replace(
         settings,
@@ -213,6 +232,11 @@ def _resolve_paths(file: ConfigFile, settings: Settings) -> Settings:
         models_yaml=resolve("models_yaml", settings.models_yaml),
         event_log=resolve("event_log", settings.event_log),
         socket=resolve("socket", settings.socket),
+        storage=replace(
+            storage,
+            address=storage.address if is_address else resolve("storage", storage.address) or "",
+            blobs=resolve("storage", storage.blobs),
+        ),
         keys=replace(keys, store=resolve("keys", keys.store), jwt=jwt),
         tls=tls and replace(tls, certificate=resolve("tls", tls.certificate), key=resolve("tls", tls.key)),
     )

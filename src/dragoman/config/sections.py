@@ -62,6 +62,30 @@ class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     jwt: Jwt | None = None
 
 
+MEMORY = "memory"
+POSTGRES = "postgresql://"
+
+
+class Keep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long the storage keeps things, in seconds."""
+
+    responses: Seconds = 30 * 86400.0
+    usage: Seconds = 366 * 86400.0
+    files: Seconds = 30 * 86400.0
+    batches: Seconds = 30 * 86400.0
+
+
+class Storage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where state is stored that outlives the process."""
+
+    address: Word = MEMORY
+    """`memory`, the path of an SQLite file, or postgresql://USER:PASSWORD@HOST:PORT/NAME."""
+    blobs: Word | None = None
+    """The directory of files and large bodies; None means `blobs` beside the database. Servers that share a database
+    must share it too."""
+    keep: Keep = Keep()
+
+
 class Traces(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: Word
     """The OTLP/HTTP address for spans, such as `http://127.0.0.1:4318/v1/traces`."""

@@ -20,6 +20,8 @@ from dragoman.server.base_app import BaseApp, Route, RouteTable
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LocalModelLease
 from dragoman.server.telemetry.recorder import TelemetryRecorder, without_secrets
+from dragoman.storage.blobs import BlobStore, blob_directory
+from dragoman.storage.database import Database
 from dragoman.storage.response_store import MemoryResponseStore
 
 log = logging.getLogger("dragoman")
@@ -27,7 +29,7 @@ log = logging.getLogger("dragoman")
 SettingsLoader = Callable[[], Settings]
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
-FIXED = ("host", "port", "socket", "tls", "event_log", "grace_seconds", "workers", "protocols")
+FIXED = ("host", "port", "socket", "tls", "event_log", "storage", "grace_seconds", "workers", "protocols")
 FIXED_TELEMETRY = ("log_format", "log_level", "log_requests", "traces")
 FIXED_LIMITS = (
     *("header_bytes", "body_seconds", "write_seconds", "keepalive_seconds", "stall_seconds"),
@@ -66,6 +68,8 @@ class App(BaseApp):
         """`reload_settings` loads the settings again; `engine_factory` makes engines that run elsewhere."""
         self.catalog = Catalog(settings, engines, engine_factory)
         super().__init__(routes, settings, TelemetryRecorder(settings.telemetry, settings.event_log))
+        self.database = Database(settings.storage.address)
+        self.blobs = BlobStore(blob_directory(settings.storage))
         limits = settings.limits
         self.responses = MemoryResponseStore(
             count=limits.kept_responses, size=limits.kept_bytes, seconds=limits.kept_seconds
@@ -169,5 +173,6 @@ class App(BaseApp):
             return
         self._is_stopped = True
         await self.catalog.stop()
+        await asyncio.to_thread(self.database.close)
         self._authenticator.close()
         self.telemetry.close()

@@ -14,6 +14,8 @@ import msgspec
 import uvloop
 
 from dragoman.config.diagnostics import Locations
+from dragoman.config.loading import default_address
+from dragoman.config.sections import MEMORY
 from dragoman.config.settings import Settings
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ConfigError, DragomanError, ModelLoading, ModelNotFound
@@ -28,6 +30,7 @@ from dragoman.server.hooks import Hooks
 from dragoman.server.http.server import HttpServer, SocketFile, bind_listeners, tune_memory
 from dragoman.server.preflight_checks import check_exposure, check_listen_address, find_diagnostics, with_hosts
 from dragoman.server.routes import ENGINES_ONLY, build_app
+from dragoman.storage.database import Database, StorageInUse
 
 log = logging.getLogger("dragoman")
 
@@ -85,11 +88,29 @@ def run(
     configure(settings.telemetry.log_format, settings.telemetry.log_level)
     for warning in warnings:
         log.warning("%s", warning)
+    settings = _with_free_storage(settings)
     checked_reload = None if reload_settings is None else _checked_reload(reload_settings, settings)
     app = build_app(with_hosts(settings), engines, checked_reload, protocols=protocols)
     app.hooks = hooks
     with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
         runner.run(_serve(app, settings.workers or default_workers(cpus())))
+
+
+def _with_free_storage(settings: Settings) -> Settings:
+    """Open the storage once, so that the server does not start with one that it cannot use. A second server with the
+    default file, as beside one that runs already, keeps its state in memory."""
+    storage = settings.storage
+    database = Database(storage.address)
+    try:
+        database.open()
+    except StorageInUse as error:
+        if storage.address != default_address():
+            raise
+        log.warning("%s. This server keeps its state in memory.", error)
+        return msgspec.structs.replace(settings, storage=msgspec.structs.replace(storage, address=MEMORY))
+    finally:
+        database.close()
+    return settings
 
 
 def default_workers(cpus: int) -> int:

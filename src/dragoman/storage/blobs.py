@@ -1,0 +1,149 @@
+"""Stores large contents as files that are named by their SHA-256 digest.
+
+    DIRECTORY/ab/abcdef...      a content
+    DIRECTORY/new/...           contents that are being written
+
+Rules
+1. A content is written to a temporary file, synced, and renamed. After a crash it is there completely or not at all.
+2. Equal contents are stored once. The database knows which contents are in use.
+3. `sweep` removes what a crash left: temporary files, and contents that are not in use, once they are old enough that
+   no running upload can need them.
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Container, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, Self
+
+import msgspec
+
+from dragoman.config.sections import MEMORY, POSTGRES, Storage
+from dragoman.core.errors import StorageUnavailable
+from dragoman.core.ids import new_id
+from dragoman.files.sources import home_directory
+
+NEW = "new"
+ORPHAN_SECONDS = 3600.0
+RETRY_SECONDS = 5.0
+
+
+class Blob(msgspec.Struct, frozen=True):
+    digest: str
+    size: int
+
+
+class BlobWriter:
+    """Writes one content. Without `commit`, leaving the context removes it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._temporary = directory / NEW / new_id("")
+        self._hash = hashlib.sha256()
+        self._size = 0
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._temporary.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._file = os.fdopen(os.open(self._temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb")
+        except OSError as error:
+            raise _unavailable(error) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            # The rest of the buffer may not fit on the disk; the file is removed anyway.
+            with suppress(OSError):
+                self._file.close()
+            self._temporary.unlink(missing_ok=True)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        assert self._file is not None
+        try:
+            self._file.write(data)
+        except OSError as error:
+            raise _unavailable(error) from error
+        self._hash.update(data)
+        self._size += len(data)
+
+    def commit(self) -> Blob:
+        assert self._file is not None
+        blob = Blob(self._hash.hexdigest(), self._size)
+        target = blob_path(self._directory, blob.digest)
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            target.parent.mkdir(exist_ok=True, mode=0o700)
+            self._temporary.replace(target)
+            for directory in (target.parent, self._directory):
+                _sync_directory(directory)
+        except OSError as error:
+            raise _unavailable(error) from error
+        self._file = None
+        return blob
+
+
+class BlobStore:
+    """The methods block: call them in a thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def writer(self) -> BlobWriter:
+        return BlobWriter(self._directory)
+
+    def add(self, content: bytes) -> Blob:
+        with self.writer() as writer:
+            writer.write(content)
+            return writer.commit()
+
+    def path(self, digest: str) -> Path:
+        return blob_path(self._directory, digest)
+
+    def delete(self, digest: str) -> None:
+        """Remove a content that is not in use. An upload of the same content at this moment must look whether its
+        file is still there once the database knows it."""
+        self.path(digest).unlink(missing_ok=True)
+
+    def sweep(self, used: Container[str], now: float | None = None) -> int:
+        """Remove what a crash left; return the number of files."""
+        before = (time.time() if now is None else now) - ORPHAN_SECONDS
+        removed = 0
+        for path in self._files():
+            with suppress(FileNotFoundError):
+                if path.name not in used and path.stat().st_mtime < before:
+                    path.unlink()
+                    removed += 1
+        return removed
+
+    def _files(self) -> Iterator[Path]:
+        yield from self._directory.glob("*/*")
+
+
+def blob_directory(settings: Storage) -> Path:
+    """Beside the database, unless the settings name another one."""
+    if settings.blobs is not None:
+        return Path(settings.blobs)
+    is_file = settings.address != MEMORY and not settings.address.startswith(POSTGRES)
+    return (Path(settings.address).parent if is_file else home_directory()) / "blobs"
+
+
+def blob_path(directory: Path, digest: str) -> Path:
+    return directory / digest[:2] / digest
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unavailable(error: OSError) -> StorageUnavailable:
+    reason = error.strerror or str(error)
+    return StorageUnavailable(f"the file cannot be stored now ({reason}); try again later", retry_after=RETRY_SECONDS)

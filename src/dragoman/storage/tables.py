@@ -1,0 +1,235 @@
+"""The tables of the database, and how its schema is upgraded.
+
+Rules
+1. Times are Unix times in seconds. Costs are whole nano-units of the operator's currency.
+2. Text of callers is stored as bytes (JSON): Postgres refuses NUL characters in text.
+3. Every row that a caller can name belongs to a principal. Other principals cannot see it.
+4. A new database is created in the present form. An older one gets the migrations after its version, in one
+   transaction. A newer one is refused.
+"""
+
+from collections.abc import Callable, Sequence
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    insert,
+    inspect,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.dialects.sqlite import REAL
+from sqlalchemy.types import TypeEngine
+
+from dragoman.core.errors import ConfigError
+
+Migration = Callable[[Connection], None]
+
+MIGRATIONS: Sequence[Migration] = ()
+"""The changes after version 1, in order."""
+MIGRATION_LOCK = 7262035181
+"""The key of Postgres' lock that lets one server at a time migrate."""
+
+# The types of SQLite's strict tables.
+Time: TypeEngine[float] = Double().with_variant(REAL(), "sqlite")
+Whole: TypeEngine[int] = BigInteger().with_variant(Integer(), "sqlite")
+
+metadata = MetaData()
+_version = Table("schema_version", metadata, Column("version", Whole, nullable=False), sqlite_strict=True)
+
+
+def migrate(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
+    """Bring the schema to the present version. Raises a ConfigError if a newer version of Dragoman wrote it."""
+    newest = 1 + len(migrations)
+    if connection.dialect.name == "postgresql":
+        connection.execute(text(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})"))
+    if not inspect(connection).has_table(_version.name):
+        metadata.create_all(connection, checkfirst=False)
+        connection.execute(insert(_version).values(version=newest))
+        return
+    version = connection.execute(select(_version.c.version)).scalar_one()
+    if version > newest:
+        raise ConfigError(
+            f"a newer version of Dragoman wrote it (schema {version}, this version knows {newest}); "
+            "upgrade Dragoman, or give another storage"
+        )
+    for change in migrations[version - 1 :]:
+        change(connection)
+    connection.execute(update(_version).values(version=newest))
+
+
+responses = Table(
+    "responses",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("principal", Text, nullable=False),
+    Column("created", Time, nullable=False),
+    Column("expires", Time, nullable=False, index=True),
+    Column("status", Text, nullable=False),
+    Column("server", Text, nullable=False),
+    Column("conversation", Text),
+    Column("size", Whole, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    sqlite_strict=True,
+)
+"""`server` generates the response while its status is queued or in_progress."""
+
+response_items = Table(
+    "response_items",
+    metadata,
+    Column("response", Text, ForeignKey(responses.c.id, ondelete="CASCADE"), primary_key=True),
+    Column("position", Whole, primary_key=True),
+    Column("is_output", Whole, nullable=False),
+    Column("principal", Text, nullable=False),
+    Column("item", Text, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    Index("response_items_by_item", "principal", "item"),
+    sqlite_strict=True,
+)
+
+response_events = Table(
+    "response_events",
+    metadata,
+    Column("response", Text, ForeignKey(responses.c.id, ondelete="CASCADE"), primary_key=True),
+    Column("first", Whole, primary_key=True),
+    Column("body", LargeBinary, nullable=False),
+    sqlite_strict=True,
+)
+"""The frames of a response's stream, several in a row; `first` is the sequence number of the first one."""
+
+conversations = Table(
+    "conversations",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("principal", Text, nullable=False),
+    Column("created", Time, nullable=False),
+    Column("metadata", LargeBinary, nullable=False),
+    sqlite_strict=True,
+)
+
+conversation_items = Table(
+    "conversation_items",
+    metadata,
+    Column("conversation", Text, ForeignKey(conversations.c.id, ondelete="CASCADE"), primary_key=True),
+    Column("position", Whole, primary_key=True),
+    Column("item", Text, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    Index("conversation_items_by_item", "conversation", "item", unique=True),
+    sqlite_strict=True,
+)
+
+ledger = Table(
+    "ledger",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("server", Text, nullable=False),
+    Column("opened", Time, nullable=False, index=True),
+    Column("closed", Time, index=True),
+    Column("key", Text, nullable=False),
+    Column("principal", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("scope", Text, nullable=False),
+    Column("status", Whole),
+    Column("prompt", Whole, nullable=False),
+    Column("cached", Whole, nullable=False),
+    Column("completion", Whole, nullable=False),
+    Column("reasoning", Whole, nullable=False),
+    Column("cost", Whole, nullable=False),
+    Column("budgets", LargeBinary, nullable=False),
+    sqlite_strict=True,
+)
+"""One row for each request to a model. Until it is closed, the counts are those that are reserved."""
+
+usage = Table(
+    "usage",
+    metadata,
+    Column("day", Whole, primary_key=True),
+    Column("key", Text, primary_key=True),
+    Column("principal", Text, primary_key=True),
+    Column("model", Text, primary_key=True),
+    Column("requests", Whole, nullable=False),
+    Column("prompt", Whole, nullable=False),
+    Column("cached", Whole, nullable=False),
+    Column("completion", Whole, nullable=False),
+    Column("reasoning", Whole, nullable=False),
+    Column("cost", Whole, nullable=False),
+    sqlite_strict=True,
+)
+"""The sums of closed rows of the ledger. `day` counts days since 1970-01-01 in UTC."""
+
+budgets = Table(
+    "budgets",
+    metadata,
+    Column("budget", Text, primary_key=True),
+    Column("period", Whole, primary_key=True),
+    Column("spent", Whole, nullable=False),
+    Column("reserved", Whole, nullable=False),
+    sqlite_strict=True,
+)
+"""What was spent of a budget in the period that began on the day `period`."""
+
+files = Table(
+    "files",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("principal", Text, nullable=False, index=True),
+    Column("created", Time, nullable=False),
+    Column("expires", Time, index=True),
+    Column("name", LargeBinary, nullable=False),
+    Column("purpose", Text, nullable=False),
+    Column("size", Whole, nullable=False),
+    Column("digest", Text, nullable=False, index=True),
+    sqlite_strict=True,
+)
+"""`digest` names the content in the blob store."""
+
+batches = Table(
+    "batches",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("api", Text, nullable=False),
+    Column("principal", Text, nullable=False, index=True),
+    Column("created", Time, nullable=False),
+    Column("state", Text, nullable=False, index=True),
+    Column("server", Text),
+    Column("heartbeat", Time),
+    Column("body", LargeBinary, nullable=False),
+    sqlite_strict=True,
+)
+"""`server` runs the batch; without a recent heartbeat another takes it over. `body` has the other fields as JSON."""
+
+batch_lines = Table(
+    "batch_lines",
+    metadata,
+    Column("batch", Text, ForeignKey(batches.c.id, ondelete="CASCADE"), primary_key=True),
+    Column("number", Whole, primary_key=True),
+    Column("custom_id", LargeBinary, nullable=False),
+    Column("begin", Whole, nullable=False),
+    Column("length", Whole, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("result", LargeBinary),
+    Index("batch_lines_by_custom_id", "batch", "custom_id", unique=True),
+    Index("batch_lines_by_state", "batch", "state"),
+    sqlite_strict=True,
+)
+"""`begin` and `length` locate the line in the input."""
+
+servers = Table(
+    "servers",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("started", Time, nullable=False),
+    Column("heartbeat", Time, nullable=False),
+    sqlite_strict=True,
+)
+"""The servers that share this database."""

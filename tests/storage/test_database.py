@@ -1,0 +1,206 @@
+import asyncio
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, insert, select, text
+
+from dragoman.core.errors import ConfigError, StorageUnavailable
+from dragoman.storage.database import Database, StorageInUse
+from dragoman.storage.tables import conversations, metadata, migrate, servers
+
+
+def adding(name: str, started: float = 1.0) -> Callable[[Connection], str]:
+    """A change that adds a row."""
+
+    def change(connection: Connection) -> str:
+        connection.execute(insert(servers).values(id=name, started=started, heartbeat=started))
+        return name
+
+    return change
+
+
+def names(connection: Connection) -> list[str]:
+    return list(connection.execute(select(servers.c.id).order_by(servers.c.id)).scalars())
+
+
+async def test_written_rows_are_read(database: Database) -> None:
+    assert await database.write(adding("one")) == "one"
+    assert await database.read(names) == ["one"]
+
+
+async def test_failure_of_a_change_concerns_only_its_caller(database: Database) -> None:
+    """Changes that are queued together share a transaction."""
+    await database.write(adding("one"))
+    changes = [adding("two"), adding("one"), lambda _: 1 / 0, adding("three")]
+    results = await asyncio.gather(*map(database.write, changes), return_exceptions=True)
+    assert [type(result).__name__ for result in results] == ["str", "IntegrityError", "ZeroDivisionError", "str"]
+    assert await database.read(names) == ["one", "three", "two"]
+
+
+async def test_thousand_concurrent_writes(database: Database) -> None:
+    await asyncio.gather(*(database.write(adding(f"{number:04}")) for number in range(1000)))
+    assert len(await database.read(names)) == 1000
+
+
+async def test_cancelled_write_leaves_the_others(database: Database) -> None:
+    tasks = [asyncio.create_task(database.write(adding(str(number)))) for number in range(100)]
+    await asyncio.sleep(0)
+    for task in tasks[::2]:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert set(await database.read(names)) >= {str(number) for number in range(1, 100, 2)}
+
+
+async def test_rows_are_kept_over_restart(address: str) -> None:
+    if address == "memory":
+        return
+    for number in range(3):
+        database = Database(address)
+        await database.write(adding(str(number)))
+        database.close()
+    database = Database(address)
+    assert await database.read(names) == ["0", "1", "2"]
+    database.close()
+
+
+async def test_closed_database_is_unavailable(database: Database) -> None:
+    await database.write(adding("one"))
+    database.close()
+    database.close()
+    with pytest.raises(StorageUnavailable):
+        await database.write(adding("two"))
+
+
+async def test_deleting_a_row_deletes_what_refers_to_it(database: Database) -> None:
+    def change(connection: Connection) -> None:
+        connection.execute(insert(conversations).values(id="c", principal="ann", created=1.0, metadata=b"{}"))
+        items = metadata.tables["conversation_items"]
+        connection.execute(insert(items).values(conversation="c", position=0, item="i", body=b"{}"))
+        connection.execute(conversations.delete())
+        assert not connection.execute(select(items)).all()
+
+    await database.write(change)
+
+
+def test_file_is_private(tmp_path: Path) -> None:
+    database = Database(str(tmp_path / "home" / "dragoman.db"))
+    database.open()
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "home").iterdir()} == {0o600}
+    assert (tmp_path / "home").stat().st_mode & 0o777 == 0o700
+    database.close()
+
+
+def test_file_belongs_to_one_server(tmp_path: Path) -> None:
+    first, second = (Database(str(tmp_path / "dragoman.db")) for _ in range(2))
+    first.open()
+    with pytest.raises(StorageInUse, match="another server uses it"):
+        second.open()
+    first.close()
+    second.open()
+    second.close()
+
+
+async def test_locked_file_is_unavailable_until_it_is_free(tmp_path: Path) -> None:
+    database = Database(str(tmp_path / "dragoman.db"))
+    await database.write(adding("one"))
+    other = sqlite3.connect(tmp_path / "dragoman.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StorageUnavailable) as failure:
+        await database.write(adding("two"))
+    assert failure.value.retry_after
+    assert await database.read(names) == ["one"]
+    other.execute("ROLLBACK")
+    other.close()
+    await database.write(adding("two"))
+    database.close()
+
+
+def test_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "dragoman.db").write_bytes(b"no database" * 1000)
+    with pytest.raises(ConfigError, match=r"dragoman\.db cannot be opened: file is not a database"):
+        Database(str(tmp_path / "dragoman.db")).open()
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("postgresql://ann:secret@127.0.0.1:1/none", "refused"),
+        ("postgresql://ann:secret@127.0.0.1:none/none", "expected postgresql://"),
+    ],
+)
+def test_unreachable_postgres_is_refused_without_the_password(address: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as failure:
+        Database(address).open()
+    assert reason in str(failure.value)
+    assert "secret" not in str(failure.value)
+
+
+async def test_lost_connection_to_postgres_is_made_again(database: Database) -> None:
+    if not database.is_shared:
+        return
+    await database.write(adding("one"))
+    other = Database(database.address)
+    end = text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+    await other.write(lambda connection: connection.execute(end).all())
+    await database.write(adding("two"))
+    assert await database.read(names) == ["one", "two"]
+    other.close()
+
+
+async def test_newer_schema_is_refused(address: str) -> None:
+    if address == "memory":
+        return
+    database = Database(address)
+    await database.write(lambda connection: connection.execute(text("UPDATE schema_version SET version = 99")).rowcount)
+    database.close()
+    with pytest.raises(ConfigError, match="a newer version of Dragoman wrote it"):
+        Database(address).open()
+
+
+async def test_older_schema_gets_the_migrations_that_it_lacks(database: Database) -> None:
+    def first(connection: Connection) -> None:
+        connection.execute(text("ALTER TABLE servers ADD COLUMN first TEXT"))
+
+    def second(connection: Connection) -> None:
+        connection.execute(text("ALTER TABLE servers ADD COLUMN second TEXT"))
+
+    for migrations in ((first,), (first, second), (first, second)):
+        await database.write(lambda connection, wanted=migrations: migrate(connection, wanted))  # type: ignore[misc]
+    found = await database.read(lambda connection: connection.execute(text("SELECT version FROM schema_version")).all())
+    assert found == [(3,)]
+    await database.read(lambda connection: connection.execute(text("SELECT first, second FROM servers")).all())
+
+
+WRITER = """
+import asyncio, sys
+from sqlalchemy import insert
+from dragoman.storage.database import Database
+from dragoman.storage.tables import servers
+async def write():
+    database = Database(sys.argv[1])
+    for number in range(100_000):
+        await database.write(lambda c: c.execute(insert(servers).values(id=f"{number:06}", started=1, heartbeat=1)))
+        print(number, flush=True)
+asyncio.run(write())
+"""
+
+
+def test_acknowledged_writes_survive_kill(tmp_path: Path) -> None:
+    path = tmp_path / "dragoman.db"
+    for count in (1, 7, 40):
+        path.unlink(missing_ok=True)
+        with subprocess.Popen([sys.executable, "-c", WRITER, path], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            said = [process.stdout.readline() for _ in range(count)]
+            process.send_signal(signal.SIGKILL)
+            said += process.stdout.readlines()
+        database = Database(str(path))
+        kept = asyncio.run(database.read(names))
+        database.close()
+        acknowledged = [int(line) for line in said if line.endswith("\n")]
+        assert [int(name) for name in kept][: len(acknowledged)] == acknowledged
