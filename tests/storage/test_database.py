@@ -3,6 +3,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from sqlalchemy import Connection, insert, select, text
 
 from dragoman.core.errors import ConfigError, StorageUnavailable
 from dragoman.storage.database import Database, StorageInUse
+from dragoman.storage.servers import is_dead
 from dragoman.storage.tables import conversations, metadata, migrate, servers
 
 
@@ -18,14 +20,15 @@ def adding(name: str, started: float = 1.0) -> Callable[[Connection], str]:
     """A change that adds a row."""
 
     def change(connection: Connection) -> str:
-        connection.execute(insert(servers).values(id=name, started=started, heartbeat=started))
+        connection.execute(insert(servers).values(id=name, started=started, heartbeat=time.time()))
         return name
 
     return change
 
 
 def names(connection: Connection) -> list[str]:
-    return list(connection.execute(select(servers.c.id).order_by(servers.c.id)).scalars())
+    found = connection.execute(select(servers.c.id).order_by(servers.c.id)).scalars()
+    return [name for name in found if not name.startswith("srv-")]
 
 
 async def test_written_rows_are_read(database: Database) -> None:
@@ -56,15 +59,55 @@ async def test_cancelled_write_leaves_the_others(database: Database) -> None:
     assert set(await database.read(names)) >= {str(number) for number in range(1, 100, 2)}
 
 
+def add_conversation(name: str) -> Callable[[Connection], object]:
+    row = insert(conversations).values(id=name, principal="ann", created=1.0, metadata=b"{}")
+    return lambda connection: connection.execute(row)
+
+
+def conversation_names(connection: Connection) -> list[str]:
+    return list(connection.execute(select(conversations.c.id).order_by(conversations.c.id)).scalars())
+
+
 async def test_rows_are_kept_over_restart(address: str) -> None:
     if address == "memory":
         return
     for number in range(3):
         database = Database(address)
-        await database.write(adding(str(number)))
+        await database.write(add_conversation(str(number)))
         database.close()
     database = Database(address)
-    assert await database.read(names) == ["0", "1", "2"]
+    assert await database.read(conversation_names) == ["0", "1", "2"]
+    database.close()
+
+
+async def dead_servers(database: Database, *ids: str) -> list[str]:
+    """Those of the given servers that are dead."""
+    for name in ids:
+        await database.write(add_conversation(name))
+    dead = select(conversations.c.id).where(is_dead(conversations.c.id, time.time()))
+    found = await database.read(lambda connection: set(connection.execute(dead).scalars()))
+    return [name for name in ids if name in found]
+
+
+async def test_stopped_servers_are_dead(address: str) -> None:
+    first, second = Database(address), Database(address)
+    await first.write(adding("late"))
+    await first.write(lambda connection: connection.execute(servers.update().values(heartbeat=1.0)).rowcount)
+    await first.renew_heartbeat()
+    assert await dead_servers(first, first.server, "late", "unknown") == ["late", "unknown"]
+    if first.is_shared:
+        await second.renew_heartbeat()
+        second.close()
+        assert await dead_servers(first, second.server) == [second.server]
+    first.close()
+
+
+async def test_killed_server_is_dead_when_another_opens_its_file(tmp_path: Path) -> None:
+    killed = Database(str(tmp_path / "dragoman.db"))
+    await killed.write(adding("killed"))
+    killed.close()
+    database = Database(str(tmp_path / "dragoman.db"))
+    assert await dead_servers(database, "killed", database.server) == ["killed"]
     database.close()
 
 
@@ -180,11 +223,13 @@ WRITER = """
 import asyncio, sys
 from sqlalchemy import insert
 from dragoman.storage.database import Database
-from dragoman.storage.tables import servers
+from dragoman.storage.servers import is_dead
+from dragoman.storage.tables import conversations
 async def write():
     database = Database(sys.argv[1])
     for number in range(100_000):
-        await database.write(lambda c: c.execute(insert(servers).values(id=f"{number:06}", started=1, heartbeat=1)))
+        await database.write(lambda c: c.execute(insert(conversations).values(
+            id=f"{number:06}", principal="", created=1, metadata=b"")))
         print(number, flush=True)
 asyncio.run(write())
 """
@@ -200,7 +245,7 @@ def test_acknowledged_writes_survive_kill(tmp_path: Path) -> None:
             process.send_signal(signal.SIGKILL)
             said += process.stdout.readlines()
         database = Database(str(path))
-        kept = asyncio.run(database.read(names))
+        kept = asyncio.run(database.read(conversation_names))
         database.close()
         acknowledged = [int(line) for line in said if line.endswith("\n")]
         assert [int(name) for name in kept][: len(acknowledged)] == acknowledged

@@ -22,7 +22,9 @@ from dragoman.server.model_lease import LocalModelLease
 from dragoman.server.telemetry.recorder import TelemetryRecorder, without_secrets
 from dragoman.storage.blobs import BlobStore, blob_directory
 from dragoman.storage.database import Database
+from dragoman.storage.maintenance import Maintenance
 from dragoman.storage.response_store import MemoryResponseStore
+from dragoman.storage.servers import HEARTBEAT_SECONDS
 
 log = logging.getLogger("dragoman")
 
@@ -70,6 +72,9 @@ class App(BaseApp):
         super().__init__(routes, settings, TelemetryRecorder(settings.telemetry, settings.event_log))
         self.database = Database(settings.storage.address)
         self.blobs = BlobStore(blob_directory(settings.storage))
+        self.maintenance = Maintenance()
+        if self.database.is_shared:
+            self.maintenance.add(self.database.renew_heartbeat, HEARTBEAT_SECONDS)
         limits = settings.limits
         self.responses = MemoryResponseStore(
             count=limits.kept_responses, size=limits.kept_bytes, seconds=limits.kept_seconds
@@ -164,6 +169,7 @@ class App(BaseApp):
 
     def start(self) -> None:
         super().start()
+        self.maintenance.start()
         self.telemetry.events.start(
             {"models": self.catalog.describe_models(), "config": without_secrets(self.settings)}
         )
@@ -173,6 +179,7 @@ class App(BaseApp):
             return
         self._is_stopped = True
         await self.catalog.stop()
+        await self.maintenance.stop()
         await asyncio.to_thread(self.database.close)
         self._authenticator.close()
         self.telemetry.close()

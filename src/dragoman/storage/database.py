@@ -31,6 +31,7 @@ from dragoman.config.sections import MEMORY, POSTGRES
 from dragoman.core.errors import ConfigError, StorageUnavailable
 from dragoman.core.ids import new_id
 from dragoman.core.urls import remove_credentials
+from dragoman.storage.servers import register_server, remove_server, renew_heartbeat
 from dragoman.storage.tables import migrate
 
 log = logging.getLogger("dragoman.storage")
@@ -74,6 +75,11 @@ class Database:
         """Whether several servers may use it."""
         return self.address.startswith(POSTGRES)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it has been used. A job has nothing to do in a database in memory before that."""
+        return self._writer is not None
+
     def open(self) -> None:
         """Connect and upgrade the schema. Raises a ConfigError if that is impossible. Further calls do nothing."""
         with self._changing:
@@ -90,6 +96,10 @@ class Database:
         if self.address == MEMORY:
             return await self.write(query)
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, query)
+
+    async def renew_heartbeat(self) -> None:
+        """Tell other servers that this one is alive."""
+        await self.write(lambda connection: renew_heartbeat(connection, self.server))
 
     async def write(self, change: Query[T]) -> T:
         """Run the change and return its result after the commit."""
@@ -114,6 +124,7 @@ class Database:
             self._is_closed = True
             thread, self._thread = self._thread, None
         if thread is not None:
+            self._writes.put((lambda connection: remove_server(connection, self.server), Future()))
             self._writes.put(None)
             thread.join()
         self._readers.shutdown()
@@ -142,6 +153,7 @@ class Database:
             _configure_sqlite(self._reader, timeout, "PRAGMA query_only = ON")
         with self._writer.begin() as connection:
             migrate(connection)
+            register_server(connection, self.server, is_alone=not self.is_shared)
 
     def _postgres_engine(self) -> Engine:
         try:
