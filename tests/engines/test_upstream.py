@@ -1,5 +1,6 @@
 """The upstream engine with scripted servers: names, keys, rejected fields, errors, other routes."""
 
+import asyncio
 import json
 from collections.abc import Collection
 from pathlib import Path
@@ -160,41 +161,59 @@ UNEXPLAINED = refused("400 Bad", "invalid request body")
 
 
 def test_unexplained_rejection_is_tried_once_without_optional_fields(server: BadServer) -> None:
-    server.play(UNEXPLAINED, UNEXPLAINED, HELLO)
+    server.play(UNEXPLAINED, HELLO)
     app = upstream_app(server.url)
     first, second = ask_all(app, [{"stream": True, "seed": 1, "temperature": 0.5, "max_tokens": 9}] * 2)
     assert [first.headers["x-dragoman-ignored"], second.headers["x-dragoman-ignored"]] == ["seed", "seed"]
     bodies = sent(server)
     assert [("stream_options" in body, "seed" in body) for body in bodies] == [
-        *[(True, True), (False, True)],
-        # Without optional fields; `stream_options` are tried again, because they were not the reason.
-        *[(True, False), (True, False)],
+        *[(True, True), (False, False), (False, False)]
     ]
     assert all((body["temperature"], body["max_tokens"], body["stream"]) == (0.5, 9, True) for body in bodies)
 
 
-def test_unexplained_rejection_of_stream_options_keeps_other_fields(server: BadServer) -> None:
-    server.play(UNEXPLAINED, HELLO)
-    responses = ask_all(upstream_app(server.url), [{"seed": 1}] * 2)
-    assert ["x-dragoman-ignored" in response.headers for response in responses] == [False, False]
-    assert [("stream_options" in body, "seed" in body) for body in sent(server)] == [
-        *[(True, True), (False, True), (False, True)]
-    ]
+@pytest.mark.parametrize(
+    ("fields", "requests"),
+    [({}, 1), ({"seed": 1, "min_p": 0.1}, 2), ({"stream": True}, 2), ({"stream": True, "seed": 1, "user": "ann"}, 2)],
+)
+def test_unexplained_rejection_is_never_sent_more_than_twice(
+    server: BadServer, fields: dict[str, Any], requests: int
+) -> None:
+    server.play(UNEXPLAINED)
+    app = upstream_app(server.url)
+    assert [response.status_code for response in ask_all(app, [fields] * 2)] == [400, 400]
+    # What did not help is not left out later.
+    assert len(sent(server)) == 2 * requests
+    assert sent(server)[0] == sent(server)[requests]
 
 
-def test_server_that_does_not_stream(server: BadServer) -> None:
-    server.play(UNEXPLAINED, UNEXPLAINED, answer(REPLY))
-    responses = ask_all(upstream_app(server.url), [{}, {}])
-    assert [response.json()["choices"][0]["message"]["content"] for response in responses] == ["Hello"] * 2
-    assert ["stream" in body for body in sent(server)] == [True, True, False, False]
+def test_rejections_by_name_are_sent_once_per_field(server: BadServer) -> None:
+    refusals = [refused("400 Bad", f"{name} is not supported") for name in ("seed", "logit_bias", "min_p")]
+    server.play(*refusals, UNEXPLAINED, HELLO)
+    fields: dict[str, Any] = {"seed": 1, "logit_bias": {"5": 1}, "min_p": 0.1, "top_k": 5}
+    response = ask(upstream_app(server.url), **fields)
+    assert set(response.headers["x-dragoman-ignored"].split(", ")) == set(fields)
+    assert [sum(name in body for name in fields) for body in sent(server)] == [4, 3, 2, 1, 0]
+
+
+async def test_concurrent_requests_with_a_rejected_field_all_succeed(server: BadServer) -> None:
+    def reject_seed(head: str, body: bytes) -> Script:
+        no = refused("400 Bad", "Unsupported parameter: 'seed'", "unsupported_parameter")
+        return [0.2, *no] if b'"seed"' in body else HELLO
+
+    server.play(reject_seed)
+    async with client_of(upstream_app(server.url)) as client:
+        body = {"model": "m", "messages": USER, "seed": 1}
+        responses = await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(3)))
+    assert [response.status_code for response in responses] == [200] * 3
 
 
 def test_server_that_refuses_to_stream_by_name(server: BadServer) -> None:
-    no = refused("400 Bad", "Streaming is not supported")
-    server.play(no, no, answer(REPLY))
-    response = ask(upstream_app(server.url), stream=True)
-    assert '"content":"Hello"' in response.text
-    assert ["stream" in body for body in sent(server)] == [True, True, False]
+    server.play(refused("400 Bad", "Streaming is not supported"), answer(REPLY))
+    first, second = ask_all(upstream_app(server.url), [{"stream": True}] * 2)
+    assert '"content":"Hello"' in first.text
+    assert '"content":"Hello"' in second.text
+    assert ["stream" in body for body in sent(server)] == [True, False, False]
 
 
 def test_explained_rejection_is_sent_once(server: BadServer) -> None:
@@ -203,21 +222,18 @@ def test_explained_rejection_is_sent_once(server: BadServer) -> None:
     assert len(sent(server)) == 1
 
 
-def test_unexplained_rejection_by_a_server_that_has_streamed(server: BadServer) -> None:
-    server.play(HELLO, UNEXPLAINED)
-    assert [response.status_code for response in ask_all(upstream_app(server.url), [{}, {}])] == [200, 400]
-    assert len(sent(server)) == 2
-
-
 def test_field_that_was_accepted_before_is_not_left_out(server: BadServer) -> None:
     server.play(HELLO, UNEXPLAINED, HELLO)
-    responses = ask_all(upstream_app(server.url), [{"seed": 1}, {"seed": 2}, {"seed": 3}])
+    bodies = [{"seed": seed, "user": "ann", "stream": True} for seed in (1, 2, 3)]
+    responses = ask_all(upstream_app(server.url), bodies)
     assert [response.status_code for response in responses] == [200, 400, 200]
-    assert [body["seed"] for body in sent(server)] == [1, 2, 3]
+    assert [(body["seed"], body["user"], "stream_options" in body) for body in sent(server)] == [
+        (seed, "ann", True) for seed in (1, 2, 3)
+    ]
 
 
 def test_unexplained_rejection_in_strict_mode_does_not_drop_fields(server: BadServer) -> None:
-    server.play(UNEXPLAINED, UNEXPLAINED, HELLO)
+    server.play(UNEXPLAINED, HELLO)
     response = ask(upstream_app(server.url), headers={"x-dragoman-strict": "true"}, seed=1)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "seed")
 
@@ -228,12 +244,19 @@ def test_constraint_missing_in_a_protocol_is_not_supported(server: BadServer) ->
     assert not server.requests["/v1/messages"]
 
 
-def test_server_that_rejects_stream_options(server: BadServer) -> None:
-    server.play(refused("422 No", "Extra inputs are not permitted: stream_options"), HELLO)
-    response = ask(upstream_app(server.url))
-    assert response.status_code == 200
-    assert "x-dragoman-ignored" not in response.headers
-    assert "did not report token usage" in response.headers["x-dragoman-warning"]
+@pytest.mark.parametrize(
+    "message",
+    ["Extra inputs are not permitted: stream_options", "stream_options: invalid", "Unknown field: include_usage"],
+)
+def test_server_that_rejects_stream_options(server: BadServer, message: str) -> None:
+    server.play(refused("422 No", message), HELLO)
+    first, second = ask_all(upstream_app(server.url), [{"stream": True, "seed": 1}] * 2)
+    for response in (first, second):
+        assert response.status_code == 200
+        assert "x-dragoman-ignored" not in response.headers
+    assert [("stream_options" in body, "seed" in body) for body in sent(server)] == [
+        *[(True, True), (False, True), (False, True)]
+    ]
 
 
 def test_fields_missing_in_a_protocol_are_reported(server: BadServer) -> None:

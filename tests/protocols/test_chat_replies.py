@@ -238,6 +238,24 @@ def test_running_usage_of_several_choices_counts_the_prompt_once() -> None:
     assert [chunk["usage"]["total_tokens"] for chunk in chunks] == [3, 4, 4, 5]
 
 
+def test_running_usage_alone_adds_no_usage_chunk() -> None:
+    request = msgspec.structs.replace(REQUEST, delivery=Delivery(stream=True, running_usage=True))
+    *chunks, last, done = frames("chat", request, (0, EVENTS))
+    assert done == "[DONE]"
+    assert last["choices"][0]["finish_reason"] == "tool_calls"
+    assert [chunk["usage"]["completion_tokens"] for chunk in (*chunks, last)] == [0, 2, 4, 4, 6, 6]
+
+
+def test_running_usage_of_an_engine_that_counts_only_at_the_end() -> None:
+    request = msgspec.structs.replace(REQUEST, choices=2, delivery=Delivery(stream=True, running_usage=True))
+    first = Finished(usage=Usage(3, 6, cached=1, reasoning=2))
+    second = Finished(usage=Usage(completion=4))
+    *chunks, last, _ = frames("chat", request, (0, [Started(), first]), (1, [Started(), TextDelta("a", 0), second]))
+    assert [chunk["usage"]["total_tokens"] for chunk in (*chunks, last)] == [0, 9, 9, 9, 13]
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
+    assert last["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2
+
+
 def test_prompt_logprobs() -> None:
     request = msgspec.structs.replace(REQUEST, logprobs=Logprobs(None, prompt=1))
     likely = {"logprob": -0.25, "rank": 1, "decoded_token": " x"}

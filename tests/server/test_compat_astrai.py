@@ -67,6 +67,19 @@ def test_usage_frame_of_the_server_is_understood(client: httpx.Client) -> None:
     assert (usage["input_tokens"], usage["output_tokens"]) == (7, 4)
 
 
+def test_caller_that_does_not_stream_gets_a_whole_reply(client: httpx.Client, upstream: CompatServer) -> None:
+    """Also after a stream: this server's streams have no `usage`."""
+    for is_streamed in (False, True, False):
+        upstream.requests.clear()
+        response = ask(client, CHAT, model="chat", stream=is_streamed)
+        assert response.status_code == 200
+        assert [bool(body.get("stream")) for body in upstream.bodies] == [is_streamed]
+        if not is_streamed:
+            reply = response.json()
+            usage = (reply["usage"]["prompt_tokens"], reply["usage"]["completion_tokens"])
+            assert (reply["choices"][0]["finish_reason"], usage) == ("stop", (7, len(WORDS)))
+
+
 @pytest.mark.parametrize("model", [*PROTOCOLS, "poet"])
 def test_events_of_the_anthropic_stream(client: httpx.Client, model: str) -> None:
     body = {"model": model, "max_tokens": 50, "messages": HELLO, "stream": True}

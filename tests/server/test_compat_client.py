@@ -163,6 +163,11 @@ def test_usage_under_the_names_of_several_servers(
         (answer({"choices": []}), BadAnswer),
         (answer({"choices": [{}]}), BadAnswer),
         (answer({"choices": [{"index": 0}]}), BadAnswer),
+        (answer({"choices": [{"message": None}]}), BadAnswer),
+        (answer({"choices": [{"message": {}}]}), BadAnswer),
+        (answer({"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": []}}]}), BadAnswer),
+        (answer({"choices": [{"message": "Hello", "finish_reason": "stop"}]}), BadAnswer),
+        (answer({"choices": {"message": {"content": "Hello"}}}), BadAnswer),
         (stream(call("{", id="c", name="f"), END), MalformedToolCall),
         (stream(HEL, frame({"error": {"message": "boom"}})), ServerFailed),
         (stream(HEL), StreamCutOff),
@@ -273,6 +278,24 @@ def test_id_model_and_raw_body_of_a_reply(server: BadServer) -> None:
 def test_unknown_finish_reason_is_passed_on(server: BadServer) -> None:
     assert replied(server, body({"content": "Hello"}, "Paused")).reason == "Paused"
     assert replied(server, stream(HEL, LO, finish("Paused"))).reason == "Paused"
+    assert replied(server, stream(HEL, LO, finish("Paused"), END)).reason == "stop"
+    assert replied(server, stream(HEL, frame({"choices": [{"finish_reason": 1}]}))).reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("protocol", "empty"),
+    [("messages", {"content": []}), ("messages", {"content": None}), ("responses", {"output": []})],
+)
+def test_empty_reply_of_other_protocols(server: BadServer, protocol: Any, empty: Any) -> None:
+    server.play(answer(empty), path=f"/v1/{protocol}")
+    with Client(server.url, model="m", protocol=protocol) as client, pytest.raises(BadAnswer):
+        client.complete("hello")
+
+
+def test_empty_reply_with_content_or_a_finish_reason_is_a_reply(server: BadServer) -> None:
+    assert replied(server, body({"content": None}, "length")).reason == "length"
+    reply = replied(server, answer({"choices": [{"message": {"content": ""}}]}))
+    assert (reply.text, reply.reason) == ("", "stop")
 
 
 def test_parts_that_cannot_be_read_are_kept(server: BadServer) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from dragoman import Client
 from dragoman.core.errors import BadAnswer, BadRequest, ModelNotFound
-from tests.support.compat_servers import CITY, THOUGHT, CompatServer, lethean
+from tests.support.compat_servers import CITY, LETHEAN_TOKENS, THOUGHT, CompatServer, lethean
 from tests.support.requests import CHAT, HELLO, ask, frames, refused, talking, text_of
 from tests.support.server_process import Running, Serving
 
@@ -61,10 +61,27 @@ def test_request_fields_of_the_handler_are_passed_on(client: httpx.Client, upstr
     assert fields.items() <= upstream.bodies[-1].items()
 
 
+@pytest.mark.parametrize(("limit", "reason"), [(LETHEAN_TOKENS, "length"), (50, "stop")])
+def test_usage_and_finish_reason_of_a_whole_reply(
+    client: httpx.Client, upstream: CompatServer, limit: int, reason: str
+) -> None:
+    for is_streamed in (False, True, False):
+        upstream.requests.clear()
+        response = ask(client, CHAT, model="gemma", max_tokens=limit, stream=is_streamed)
+        if is_streamed:
+            assert frames(response.text)[-2]["choices"][0]["finish_reason"] == reason
+            assert len(upstream.requests) <= 2
+            continue
+        reply = response.json()
+        assert reply["choices"][0]["finish_reason"] == reason
+        assert (reply["usage"]["prompt_tokens"], reply["usage"]["completion_tokens"]) == (9, LETHEAN_TOKENS)
+        assert ["stream" in body for body in upstream.bodies] == [False]
+
+
 def test_unknown_fields_are_left_out_and_this_is_remembered(client: httpx.Client, upstream: CompatServer) -> None:
-    assert message(ask(client, CHAT, model="gemma"))["content"] == CITY
-    upstream.requests.clear()
-    assert message(ask(client, CHAT, model="gemma"))["content"] == CITY
+    for _ in range(2):
+        upstream.requests.clear()
+        assert joined(ask(client, CHAT, model="gemma", stream=True), "content") == CITY
     [body] = upstream.bodies
     assert "stream_options" not in body
     ignored = ask(client, CHAT, model="gemma", seed=1, presence_penalty=0.5)

@@ -100,6 +100,12 @@ def test_chat_stream(client: httpx.Client, model: str) -> None:
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 
+def test_usage_of_a_whole_reply(client: httpx.Client) -> None:
+    for is_streamed in (False, True, False):
+        response = ask(client, CHAT, model="toy", stream=is_streamed)
+        assert is_streamed or response.json()["usage"]["total_tokens"] == 3
+
+
 def test_stream_is_a_field_and_not_a_substring(client: httpx.Client) -> None:
     said = '"stream":true'
     assert text_of(ask(client, CHAT, messages=[{"role": "user", "content": said}])) == said

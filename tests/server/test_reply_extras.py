@@ -72,7 +72,7 @@ def test_prompt_logprobs_of_a_chat(smol: ModelClient) -> None:
 
 
 def test_usage_and_timings_in_every_chunk(smol: ModelClient) -> None:
-    options = {"continuous_usage_stats": True}
+    options = {"continuous_usage_stats": True, "include_usage": True}
     chunks = smol.stream("Hello", stream_options=options, extra_body={"timings_per_token": True})
     *parts, last = chunks
     counts = [part.usage.completion_tokens for part in parts if part.usage is not None]

@@ -78,7 +78,7 @@ def not_found() -> Answer:
 
 LETHEAN_FIELDS = {"model", "messages", "temperature", "top_p", "top_k", "max_tokens", "stream", "stop", "user"}
 MESSAGE_FIELDS = {"role", "content"}
-THOUGHT, CITY = "A capital.", "Paris."
+THOUGHT, CITY, LETHEAN_TOKENS = "A capital.", "Paris.", 5
 
 
 def lethean(path: str, body: Body) -> Answer:
@@ -95,17 +95,20 @@ def lethean(path: str, body: Body) -> Answer:
         message = f"messages[{at}].role must be system, developer, user, assistant, or tool"
         return _lethean_error(400, message, f"messages[{at}].role")
     head = {"id": "chatcmpl-1760000000000000000", "created": 1760000000, "model": body["model"]}
+    failed = "fail" in body["messages"][-1]["content"]
+    reason = "length" if body.get("max_tokens") == LETHEAN_TOKENS else "stop"
     if not body.get("stream"):
-        choice = {"index": 0, "message": {"role": "assistant", "content": CITY}, "finish_reason": "stop"}
-        usage = {"prompt_tokens": 9, "completion_tokens": 5, "total_tokens": 14}
+        if failed:
+            return _lethean_error(500, "generation failed", "model")
+        choice = {"index": 0, "message": {"role": "assistant", "content": CITY}, "finish_reason": reason}
+        usage = {"prompt_tokens": 9, "completion_tokens": LETHEAN_TOKENS, "total_tokens": 9 + LETHEAN_TOKENS}
         return json_answer(
             {**head, "object": "chat.completion", "choices": [choice], "usage": usage, "thought": THOUGHT}
         )
     pieces: list[tuple[Any, ...]] = [({"role": "assistant", "content": ""}, None, None)]
     pieces += [({}, None, piece) for piece in ("A cap", "ital.")]
     pieces += [({"content": piece}, None, None) for piece in ("Par", "is.")]
-    failed = "fail" in body["messages"][-1]["content"]
-    pieces.append(({}, "error" if failed else "stop", None))
+    pieces.append(({}, "error" if failed else reason, None))
     frames = [_lethean_chunk(head, *piece) for piece in pieces]
     return 200, EVENT_STREAM, "".join(frames) + "data: [DONE]\n\n"
 
@@ -142,8 +145,11 @@ def _astrai_chat(body: Body) -> Answer:
     rest = {"index": 0, "function": {"arguments": ' "Paris"}'}}
     reason = "tool_calls" if body.get("tools") else "stop"
     if not body.get("stream"):
-        message = {"role": "assistant", "content": "".join(WORDS)}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        message: Body = {"role": "assistant", "content": "".join(WORDS)}
+        if body.get("tools"):
+            function = {"name": "weather", "arguments": '{"city": "Paris"}'}
+            message = {"role": "assistant", "content": None, "tool_calls": [call | {"function": function}]}
+        choice = {"index": 0, "message": message, "finish_reason": reason}
         return json_answer({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
     deltas: list[Body] = [{"role": "assistant"}]
     if body.get("tools"):

@@ -70,6 +70,11 @@ class ClientCall:
         """Whether the reply is complete or has failed."""
         return self._reader.finished or self._failure is not None
 
+    @property
+    def streams_usage(self) -> bool | None:
+        """Whether a complete stream had its usage where the protocol has it; None for any other response."""
+        return self._reader.has_usage if self._decoder is not None and self._reader.finished else None
+
     def describe(self, reply: Reply) -> Reply:
         """Add to the reply what its events do not contain."""
         reader = self._reader
@@ -79,7 +84,6 @@ class ClientCall:
             model=reader.model,
             raw=reader.raw,
             unknown_parts=tuple(reader.unknown_parts),
-            unknown_reason=reader.unknown_reason,
         )
 
     def head(self, headers: Mapping[str, str]) -> None:

@@ -4,8 +4,8 @@
 
 One request may be possible in several ways (`calls`): with different protocols, at different routes. The first route
 that the server supports is remembered and used from then on. So is whether it accepts `stream_options`: a server that
-rejects a request with it, and names no other field, is asked once more without it. Redirects are not followed, so that
-the API key goes only to the configured server (`dragoman.core.urls`).
+rejects a request of `generation_calls` with it, and names no other field, is asked once more without it. Redirects are
+not followed, so that the API key goes only to the configured server (`dragoman.core.urls`).
 """
 
 import re
@@ -58,6 +58,8 @@ class PlannedCall(msgspec.Struct, frozen=True):
     body: bytes = b""
     client_call: ClientCall | None = None
     """Reads the response if it is a generated reply."""
+    may_lack_options: bool = False
+    """Whether it is sent again without `stream_options` if the server may have rejected them."""
 
     @property
     def is_idempotent(self) -> bool:
@@ -151,7 +153,10 @@ class CallPlanner:
             except UnsupportedParameter as error:
                 unsupported = unsupported or error
                 continue
-            calls.append(self.build_call(name, client_call, stream))
+            if self._accepts_stream_options is False:
+                client_call.body.pop("stream_options", None)
+            call = self.build_call(name, client_call, stream)
+            calls.append(msgspec.structs.replace(call, may_lack_options="stream_options" in client_call.body))
         if not calls and unsupported is not None:
             raise unsupported
         return calls
@@ -170,17 +175,11 @@ class CallPlanner:
     def build_call(self, name: str, client_call: ClientCall, stream: bool) -> PlannedCall:
         """Build the HTTP request of a generation."""
         headers = self.headers(name) | ({"accept": ACCEPT_STREAM} if stream else {})
-        if self._accepts_stream_options is False:
-            client_call.body.pop("stream_options", None)
         body = encode_json(_adapt_body(self.address, client_call.body))
         return PlannedCall(name, "POST", self.address.api + client_call.path, headers, body, client_call)
 
     def headers(self, protocol: str) -> dict[str, str]:
         return request_headers(self.address, self._key, protocol) | self._extra
-
-    def forget_rejections(self) -> None:
-        """Called when the server may have been replaced."""
-        self._accepts_stream_options = None
 
     def json_call(
         self, route: str, path: str, body: object = None, *, protocol: str = "chat", at_root: bool = False
@@ -222,16 +221,15 @@ class CallPlanner:
         return body
 
     def _send(self, call: PlannedCall) -> Steps[httpx.Response]:
-        has_options = call.client_call is not None and "stream_options" in call.client_call.body
         try:
             response = yield from self._send_with_retries(call)
         except DragomanError as error:
-            if not has_options or not self._may_reject_stream_options(call, error):
+            if not call.may_lack_options or not self._may_reject_stream_options(call, error):
                 raise
             response = yield from self._send_with_retries(self._without_stream_options(call))
             self._accepts_stream_options = False
             return response
-        if has_options:
+        if call.may_lack_options:
             self._accepts_stream_options = True
         return response
 
@@ -279,12 +277,16 @@ def names_field(error: DragomanError, fields: Collection[str]) -> bool:
     return param in fields or any(re.search(rf"\b{re.escape(field)}\b", error.message) for field in fields)
 
 
+def is_rejection(error: DragomanError) -> bool:
+    """Whether the server may have rejected a field of the request."""
+    answered = error.answered
+    has_status = answered is not None and answered.status in UNKNOWN_FIELD_STATUSES
+    return has_status and type(error) in (BadRequest, UnsupportedParameter)
+
+
 def is_unexplained(error: DragomanError, sent_fields: Collection[str]) -> bool:
     """Whether the server rejected the request without naming a field of it: perhaps because of an unknown field."""
-    answered = error.answered
-    if answered is None or answered.status not in UNKNOWN_FIELD_STATUSES:
-        return False
-    return type(error) in (BadRequest, UnsupportedParameter) and not names_field(error, sent_fields)
+    return is_rejection(error) and not names_field(error, sent_fields)
 
 
 def request_headers(address: ServerAddress, key: str | None, protocol: str) -> dict[str, str]:

@@ -99,13 +99,15 @@ FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
     """`stop` is the stop string that ended the text. `usage` is set by engines that count tokens themselves.
     `warnings` describe problems of the reply, such as a tool call that could not be parsed. `seconds` is the time since
-    `Started`, set only on request."""
+    `Started`, set only on request. `unknown_reason` is the reason of another server, if `FinishReason` does not contain
+    it; `reason` is then the nearest one."""
 
     reason: FinishReason = "stop"
     stop: str | None = None
     usage: Usage | None = None
     warnings: tuple[str, ...] = ()
     seconds: float | None = None
+    unknown_reason: str | None = None
 
 
 Event = Started | TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | Finished

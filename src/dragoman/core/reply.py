@@ -40,6 +40,8 @@ class Choice(msgspec.Struct, frozen=True):
     """Whether the usage was reported. Otherwise it is 0."""
     seconds: float | None = None
     """The time for the tokens of the reply, if it was requested."""
+    unknown_reason: str | None = None
+    """The reason of another server, if `FinishReason` does not contain it."""
 
     @property
     def text(self) -> str:
@@ -74,8 +76,6 @@ class Reply(msgspec.Struct, frozen=True):
     """The JSON body of the response; None if it was streamed."""
     unknown_parts: tuple[Any, ...] = ()
     """Parts of the content that are not text, reasoning or tool calls, as the server sent them."""
-    unknown_reason: str | None = None
-    """The server's finish reason, if `FinishReason` does not contain it."""
 
     @property
     def text(self) -> str:
@@ -91,7 +91,7 @@ class Reply(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> FinishReason | str:
-        return self.unknown_reason or self.choices[0].reason
+        return self.choices[0].unknown_reason or self.choices[0].reason
 
     @property
     def is_counted(self) -> bool:
@@ -188,6 +188,7 @@ class _Draft:
             logprobs=tuple(self.logprobs),
             is_counted=self.finished.usage is not None,
             seconds=self.finished.seconds,
+            unknown_reason=self.finished.unknown_reason,
         )
 
 

@@ -24,6 +24,8 @@ from dragoman.models.residency import LoadRequested
 State = Literal["cold", "waiting", "loading", "ready", "unloading", "failed"]
 SPEED_WEIGHT = 0.2
 """Weight of the newest generation in the average speed."""
+MIN_SPEED_SECONDS = 0.001
+"""A reply that takes less arrived in one piece, which says nothing about the speed."""
 
 
 class ModelHost(EngineLoader):
@@ -160,7 +162,7 @@ class ModelHost(EngineLoader):
             self.load()
 
     def note_speed(self, tokens: int, seconds: float) -> None:
-        if tokens > 1 and seconds > 0:
+        if tokens > 1 and seconds >= MIN_SPEED_SECONDS:
             speed, known = tokens / seconds, self.tokens_per_second
             self.tokens_per_second = speed if known is None else known + SPEED_WEIGHT * (speed - known)
 

@@ -43,18 +43,21 @@ class LocalGeneration:
                     yield event
 
     def _batches(self) -> AsyncGenerator[Sequence[Event], None]:
+        delivery = msgspec.structs.replace(self._request.delivery, stream=True)
+        request = msgspec.structs.replace(self._request, delivery=delivery)
+
         async def deliver(listener: Listener) -> None:
-            await self._run(lambda choice, events: listener(events))
+            await self._run(request, lambda choice, events: listener(events))
 
         return pull_events(deliver)
 
     async def _reply(self) -> Reply:
         builder = ReplyBuilder()
-        await self._run(builder.add)
+        await self._run(self._request, builder.add)
         return builder.reply()
 
-    async def _run(self, on_events: pipeline.OnEvents) -> None:
-        engine, request = self._engine, self._request
+    async def _run(self, request: GenerationRequest, on_events: pipeline.OnEvents) -> None:
+        engine = self._engine
         await describe_engine(engine)
         model = request.model or next((info.name for info in engine.models()), "")
         request = msgspec.structs.replace(request, id=request.id or new_id("gen-"), model=model)

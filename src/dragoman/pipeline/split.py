@@ -17,6 +17,8 @@ Rules
 
 from collections.abc import Sequence
 
+import msgspec
+
 from dragoman.core.events import Event, Finished, Started, TextDelta, ToolCallDelta, ToolCallStart
 from dragoman.core.request import Tool
 from dragoman.formats.syntax import ModelFormat
@@ -109,9 +111,9 @@ class SplitStage:
         self._buffer.end(cut=event.reason == "length")
         self._advance(out)
         self._writer.flush_tokens(out)
-        reason = "tool_calls" if event.reason == "stop" and self._writer.calls else event.reason
-        warnings = (*event.warnings, *self._writer.warnings)
-        out.append(Finished(reason, event.stop, event.usage, warnings))
+        if event.reason == "stop" and self._writer.calls:
+            event = msgspec.structs.replace(event, reason="tool_calls", unknown_reason=None)
+        out.append(msgspec.structs.replace(event, warnings=(*event.warnings, *self._writer.warnings)))
 
     def _read_reply(self, thinking: bool) -> Parser[None]:
         if self._syntax.channels is not None:

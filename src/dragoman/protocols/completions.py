@@ -169,7 +169,7 @@ class CompletionEncoder(openai.StreamEncoder):
                 entry["prompt_token_ids"] = event.prompt_ids
         elif isinstance(event, Finished):
             self._usages.append(event.usage or Usage())
-            entry["finish_reason"] = event.reason
+            entry["finish_reason"] = event.unknown_reason or event.reason
         else:
             return b""
         return self._chunk([entry])
@@ -205,7 +205,7 @@ def _choice(request: GenerationRequest, choice: Choice) -> dict[str, Any]:
         "text": text,
         "index": choice.index,
         "logprobs": LegacyLogprobs().encode(entries) if entries else None,
-        "finish_reason": choice.reason,
+        "finish_reason": choice.unknown_reason or choice.reason,
     }
     if request.delivery.token_ids:
         encoded |= {**_token_ids(choice.tokens), "prompt_token_ids": choice.started.prompt_ids}

@@ -179,7 +179,7 @@ def decode_delivery(fields: TextFields) -> Delivery:
     options = fields.stream_options or ChatStreamOptions()
     return Delivery(
         stream=bool(fields.stream),
-        usage=bool(options.include_usage or options.continuous_usage_stats),
+        usage=bool(options.include_usage),
         token_ids=bool(fields.return_token_ids),
         running_usage=bool(options.continuous_usage_stats),
         timings=bool(fields.timings_per_token),

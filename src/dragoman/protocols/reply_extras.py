@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from dragoman.core.events import Event, Finished, ReasoningDelta, Started, TextDelta, TokenLogprob, ToolCallDelta, Usage
 from dragoman.core.reply import Choice
 from dragoman.core.request import GenerationRequest
@@ -25,7 +27,7 @@ class RunningCounts:
         self._started: dict[int, Started] = {}
         self._began: dict[int, float] = {}
         self._tokens: defaultdict[int, int] = defaultdict(int)
-        self._reasoning = 0
+        self._reasoning: defaultdict[int, int] = defaultdict(int)
 
     def note(self, choice: int, event: Event) -> None:
         if isinstance(event, Started):
@@ -33,17 +35,25 @@ class RunningCounts:
             self._began[choice] = time.monotonic()
         elif isinstance(event, TextDelta | ReasoningDelta | ToolCallDelta):
             self._tokens[choice] += event.count
-            self._reasoning += event.count if isinstance(event, ReasoningDelta) else 0
+            self._reasoning[choice] += event.count if isinstance(event, ReasoningDelta) else 0
+        elif isinstance(event, Finished) and event.usage is not None:
+            # Engines that other servers run count only now.
+            usage, started = event.usage, self._started.get(choice, Started())
+            prompt, cached = max(started.prompt_tokens, usage.prompt), max(started.cached_tokens, usage.cached)
+            self._started[choice] = msgspec.structs.replace(started, prompt_tokens=prompt, cached_tokens=cached)
+            self._tokens[choice], self._reasoning[choice] = usage.completion, usage.reasoning
 
     @property
     def usage(self) -> Usage:
         # The choices of one prompt share its tokens.
-        prompts = {choice // self._choices: started for choice, started in self._started.items()}
+        prompts: defaultdict[int, list[Started]] = defaultdict(list)
+        for choice, started in self._started.items():
+            prompts[choice // self._choices].append(started)
         return Usage(
-            prompt=sum(started.prompt_tokens for started in prompts.values()),
+            prompt=sum(max(started.prompt_tokens for started in shared) for shared in prompts.values()),
             completion=sum(self._tokens.values()),
-            cached=sum(started.cached_tokens for started in prompts.values()),
-            reasoning=self._reasoning,
+            cached=sum(max(started.cached_tokens for started in shared) for shared in prompts.values()),
+            reasoning=sum(self._reasoning.values()),
         )
 
     def timings(self, choice: int, event: Event) -> dict[str, Any]:

@@ -13,7 +13,9 @@ Rules
    complete. Text that arrives while arguments are incomplete follows after the calls.
 5. A call without an id gets one. A call without arguments gets an empty object. Arguments that are not a JSON object at
    the end raise `MalformedToolCall`, unless the reply was cut short.
-6. A reply with tool calls that ended normally has the finish reason `tool_calls`, whatever the server reports.
+6. A reply with tool calls that ended normally has the finish reason `tool_calls`, whatever the server reports. Another
+   reason that `REASONS` does not contain is kept beside `stop`.
+7. A body with neither content nor a finish reason raises `BadAnswer`.
 """
 
 import secrets
@@ -23,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from dragoman.core.errors import BadAnswer, MalformedToolCall, StreamCutOff
+from dragoman.core.errors import BadAnswer, MalformedToolCall, StreamCutOff, quote
 from dragoman.core.events import (
     Event,
     Finished,
@@ -39,7 +41,7 @@ from dragoman.core.events import (
 from dragoman.core.request import GenerationRequest, ToolCall
 from dragoman.protocols.errors import error_from_frame
 from dragoman.protocols.json_body import is_object
-from dragoman.protocols.reply_fields import object_of, parse, replace_surrogates, text_of
+from dragoman.protocols.reply_fields import excerpt, object_of, parse, replace_surrogates, text_of
 from dragoman.protocols.sse import SseFrame
 
 NewId = Callable[[], str]
@@ -48,11 +50,17 @@ REASON_NAMES: dict[FinishReason, tuple[str, ...]] = {
     "stop": ("stop", "eos", "eos_token", "end", "end_turn", "complete", "completed", "stop_sequence"),
     "length": ("length", "max_tokens", "max_output_tokens", "model_length", "model_context_window_exceeded"),
     "tool_calls": ("tool_calls", "tool_call", "tool_use", "function_call"),
-    "content_filter": ("content_filter", "refusal", "safety", "recitation"),
+    "content_filter": (
+        *("content_filter", "content_filtered", "refusal", "safety", "recitation"),
+        *("blocklist", "prohibited_content", "spii", "guardrail_intervened"),
+    ),
 }
 REASONS = {name: reason for reason, names in REASON_NAMES.items() for name in names}
 FAILURE_REASONS = frozenset({"error", "abort", "aborted", "cancelled", "insufficient_system_resource"})
 """Finish reasons that mean that the generation failed."""
+MAX_REASON = 100
+MAX_KINDS = 5
+"""How many types of unknown parts a warning names."""
 
 
 def new_id() -> str:
@@ -172,8 +180,10 @@ class ReplyReader(ABC):
         self._calls = ToolCallAssembler(make_id)
         self._check_calls = check_calls
         self._usage: Usage | None = None
+        self._has_stray_usage = False
+        """Whether the usage was not where the protocol has it."""
         self._reason: FinishReason | None = None
-        self.unknown_reason: str | None = None
+        self._unknown_reason: str | None = None
         """The finish reason, if `REASONS` does not contain it."""
         self.id = self.model = ""
         """As the server reports them."""
@@ -195,6 +205,11 @@ class ReplyReader(ABC):
     def can_finish(self) -> bool:
         """Whether only the end marker may still be missing."""
         return self._reason is not None
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether the usage was where the protocol has it."""
+        return self._usage is not None and not self._has_stray_usage
 
     @abstractmethod
     def _read_event(self, kind: str, body: Mapping[str, Any]) -> None:
@@ -229,6 +244,8 @@ class ReplyReader(ABC):
         self.raw = body
         self._identify(body)
         self._read_whole(body)
+        if self._reason is None and not (self._is_started or self._high_surrogate or self.unknown_parts):
+            raise BadAnswer(f"the reply has neither content nor a finish reason: {excerpt(str(body))}")
         self._finish()
         return self.take_events()
 
@@ -286,13 +303,14 @@ class ReplyReader(ABC):
 
     def _set_finish_reason(self, reason: object, stop: object = None) -> None:
         """Set the finish reason. More may follow, such as the usage."""
-        name = str(reason).lower()
-        if name in FAILURE_REASONS:
+        name = str(reason)[:MAX_REASON]
+        if name.lower() in FAILURE_REASONS:
             raise BadAnswer(f"the server aborted its reply (finish reason {name})")
-        if name not in REASONS:
-            self.unknown_reason = str(reason)[:100]
-            self._warnings.append(f"the server sent an unknown finish reason: {name[:100]}")
-        self._reason = REASONS.get(name, "stop")
+        is_known = name.lower() in REASONS
+        self._reason = REASONS.get(name.lower(), "stop")
+        self._unknown_reason = None if is_known or not isinstance(reason, str) else name
+        if not is_known:
+            self._warnings.append(f"the server sent an unknown finish reason: {quote(name)}")
         if isinstance(stop, str):
             self._stop = stop
 
@@ -306,8 +324,12 @@ class ReplyReader(ABC):
         self._add(self._calls.end(reason in ("length", "content_filter"), self._check_calls))
         self._add(self._delayed)
         if len(self._calls) and reason == "stop":
-            reason = "tool_calls"
-        self._add([Finished(reason, self._stop, self._usage, tuple(self._warnings))])
+            reason, self._unknown_reason = "tool_calls", None
+        if self.unknown_parts:
+            kinds = dict.fromkeys(quote(object_of(part).get("type")) for part in self.unknown_parts)
+            self._warnings.append(f"the reply has parts of unknown types: {', '.join([*kinds][:MAX_KINDS])}")
+        warnings, unknown = tuple(self._warnings), self._unknown_reason
+        self._add([Finished(reason, self._stop, self._usage, warnings, unknown_reason=unknown)])
         self.finished = True
 
     def _take_logprobs(self) -> tuple[TokenLogprob, ...]:

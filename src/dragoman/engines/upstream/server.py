@@ -9,11 +9,16 @@ Rules
 1. An optional field is omitted from then on and reported as ignored, under the name the client used.
 2. Stop strings are omitted without a report, because the pipeline applies them itself.
 3. A request that needs a rejected essential field fails with 501.
+4. A rejection that names no field is followed by one more request, without all optional fields that the server has not
+   accepted before. If the server accepts that, they are omitted from then on.
+5. Some servers leave out the usage or the finish reason in streams. For a caller that does not stream, a reply is
+   therefore streamed only if the last stream of the model had its usage, or if the server refuses to answer otherwise.
+   Where nothing is lost, a stream is better: it shows that the server still works, and can be ended early.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +29,7 @@ from dragoman.client import http_settings, rest_calls
 from dragoman.client.async_transport import AsyncTransport
 from dragoman.client.call import ClientCall
 from dragoman.client.http_transport import HttpTransport
-from dragoman.client.planner import CallPlanner, PlannedCall, is_unexplained
+from dragoman.client.planner import CallPlanner, PlannedCall, is_rejection, is_unexplained, names_field
 from dragoman.client.rest_calls import ServerModel
 from dragoman.core import loop_guard
 from dragoman.core.embeddings import Embedding, Input
@@ -58,7 +63,7 @@ MISSING_USAGE = "the upstream server of this model did not report token usage"
 FEATURE_BY_FIELD = {
     **{str(feature): str(feature) for feature in SAMPLING_FEATURES},
     **{name: name for name in ("stop_token_ids", "ignore_eos", "documents", "tools", "images")},
-    **{name: name for name in ("cache_control", "stream")},
+    **{name: name for name in ("cache_control", "stream", "stream_options")},
     **{name: name for name in ("user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier")},
     **dict.fromkeys(("logprobs", "top_logprobs"), "logprobs"),
     **dict.fromkeys(("stop", "stop_sequences"), "stop"),
@@ -70,6 +75,7 @@ FEATURE_BY_FIELD = {
     "tool_choice": "tools",
     "image_url": "images",
     "streaming": "stream",
+    "include_usage": "stream_options",
     "reasoning_content": "past_reasoning",
 }
 """The feature behind each request field of all protocols."""
@@ -86,15 +92,19 @@ REJECTION_PATTERN = re.compile(
     re.IGNORECASE,
 )
 REJECTION_STATUSES = (400, 422, 500, 501)
+STREAM_PATTERN = re.compile(r"\bstream(ing)?\b", re.IGNORECASE)
+WHOLE_REPLY = "whole_reply"
+"""The feature that a server lacks if it only streams."""
 PARENT_FIELDS = {
     **dict.fromkeys(("cache_control", "image_url", "images", "reasoning_content"), "messages"),
     "strict": "tools",
     "streaming": "stream",
+    "include_usage": "stream_options",
 }
 """The top-level field that contains a nested field."""
 COMMON_WORDS = frozenset({"text", "include", "user"})
 """Field names that are too common in prose to identify a field in an error message."""
-UNREPORTED = frozenset({"stop", "stream", "past_reasoning", "parallel"})
+UNREPORTED = frozenset({"stop", "stream", "stream_options", WHOLE_REPLY, "past_reasoning", "parallel"})
 OPTIONAL_FEATURES = frozenset(FEATURE_BY_FIELD.values()) - ESSENTIAL_FEATURES - {"temperature", "top_p", "stream"}
 """What is left out once after a rejection that names no field."""
 EMPTY_FIELDS: Mapping[str, Mapping[str, Any]] = {
@@ -167,6 +177,8 @@ class UpstreamServer(PoolMember):
         """Rejected features by model."""
         self._accepted: defaultdict[str, set[str]] = defaultdict(set)
         """Features that the server has accepted, by model. A later rejection is due to their values."""
+        self._streams_usage: dict[str, bool] = {}
+        """Whether the last stream of a model had its usage."""
         self._secrets = find_secrets(server.url, key)
 
     def redact(self, error: DragomanError) -> None:
@@ -183,7 +195,7 @@ class UpstreamServer(PoolMember):
         """Called when the server is reachable again; it may have been replaced."""
         self._rejected.clear()
         self._accepted.clear()
-        self.planner.forget_rejections()
+        self._streams_usage.clear()
 
     async def probe(self) -> None:
         """Check that the server answers, and update its models."""
@@ -193,19 +205,22 @@ class UpstreamServer(PoolMember):
     async def generate(self, request: GenerationRequest, listener: TrackedListener) -> None:
         attempt, response = await self._send(request)
         listener.ignored = attempt.ignored
-        await self._transport.deliver(attempt.client_call, response, listener)
+        try:
+            await self._transport.deliver(attempt.client_call, response, listener)
+        finally:
+            # The listener may have raised at the end of the reply.
+            if attempt.client_call.streams_usage is not None:
+                self._streams_usage[request.model] = attempt.client_call.streams_usage
 
     async def _send(self, request: GenerationRequest) -> tuple[Attempt, httpx.Response]:
-        """Send the request, and again without each feature that the server rejects.
-
-        If the server does not name what it rejects, leave out all that is optional, and keep it so if that helps.
-        """
-        rejected = self._rejected[request.model]
-        trials = self._trials(request)
-        trial: frozenset[str] = frozenset()
+        """Send the request, and again without each feature that the server rejects."""
+        rejected, accepted = self._rejected[request.model], self._accepted[request.model]
+        suspected: frozenset[str] = frozenset()
+        """Features that are left out on trial."""
         topic = "completions" if request.prompts else "generate"
         for _ in range(MAX_ATTEMPTS):
-            attempts = self._build_attempts(request, rejected | trial)
+            left_out = rejected | suspected
+            attempts = self._build_attempts(request, left_out)
             try:
                 steps = self.planner.open(topic, [attempt.call for attempt in attempts])
                 call, response = await self._transport.run(steps)
@@ -216,32 +231,23 @@ class UpstreamServer(PoolMember):
             except DragomanError as error:
                 sent = {field for attempt in attempts for field in attempt.client_call.body}
                 feature = _find_rejected_feature(error, sent)
-                if feature is None and is_unexplained(error, sent):
-                    trial = next(trials, frozenset())
-                    if not trial:
+                if feature is None:
+                    found = _suspect_features(request, error, sent) - left_out - accepted
+                    if not found:
                         raise
+                    suspected |= found
                     continue
-                if feature is None or feature in rejected:
+                if feature in left_out:
                     raise
                 rejected.add(feature)
                 if feature in ESSENTIAL_FEATURES:
                     raise _unsupported(request, feature) from error
                 continue
-            rejected |= trial
-            self._accepted[request.model].update({"stream", *(asked.feature for asked in request.asked)} - rejected)
-            return next(attempt for attempt in attempts if attempt.call is call), response
+            attempt = next(attempt for attempt in attempts if attempt.call is call)
+            rejected |= suspected
+            accepted |= _used_features(request, attempt.client_call.body) - rejected
+            return attempt, response
         raise NotSupported("the upstream server of this model rejected too many parameters of the request")
-
-    def _trials(self, request: GenerationRequest) -> Iterator[frozenset[str]]:
-        """Yield the features to leave out when a server does not name what it rejects."""
-        used = {*request_fields.used_fields(request), *(str(asked.feature) for asked in request.asked)}
-        if any(isinstance(part, Reasoning) for message in request.messages for part in message.parts):
-            used.add("past_reasoning")
-        known = self._rejected[request.model] | self._accepted[request.model]
-        if optional := OPTIONAL_FEATURES & used - known:
-            yield optional
-        if not request.delivery.stream and "stream" not in known:
-            yield frozenset({"stream"})
 
     def _build_attempts(self, request: GenerationRequest, rejected: set[str]) -> list[Attempt]:
         """One attempt for each protocol that can express the request."""
@@ -260,8 +266,11 @@ class UpstreamServer(PoolMember):
 
     def _build_attempt(self, protocol: ClientProtocol, request: GenerationRequest, rejected: set[str]) -> Attempt:
         adapted, ignored = _adapt_request(request, protocol, rejected)
-        stream = "stream" not in rejected
+        loses_nothing = self._streams_usage.get(request.model, False)
+        stream = "stream" not in rejected and (request.delivery.stream or loses_nothing or WHOLE_REPLY in rejected)
         client_call = ClientCall(protocol, adapted, stream=stream, check_calls=False)
+        if "stream_options" in rejected:
+            client_call.body.pop("stream_options", None)
         return Attempt(self.planner.build_call(protocol.name, client_call, stream), client_call, ignored)
 
     async def embed(self, inputs: Sequence[Input], model: str) -> tuple[tuple[Embedding, ...], Usage]:
@@ -292,7 +301,8 @@ def _find_rejected_feature(error: DragomanError, sent: Collection[str]) -> str |
         return None
     if isinstance(error, ContextTooLong | InvalidSchema):
         return None
-    if not isinstance(error, UnsupportedParameter) and not REJECTION_PATTERN.search(error.message):
+    names_options = "stream_options" in sent and names_field(error, ["stream_options"])
+    if not (isinstance(error, UnsupportedParameter) or REJECTION_PATTERN.search(error.message) or names_options):
         return None
     candidates = [field for field in FEATURE_BY_FIELD if PARENT_FIELDS.get(field, field) in sent]
     param = re.split(r"[.\[]", error.param or "")[0]
@@ -303,6 +313,22 @@ def _find_rejected_feature(error: DragomanError, sent: Collection[str]) -> str |
     # "… is not supported with streaming" is about the other field.
     named.sort(key=lambda field: (FEATURE_BY_FIELD[field] != "stream", len(field)))
     return FEATURE_BY_FIELD[named[-1]] if named else None
+
+
+def _suspect_features(request: GenerationRequest, error: DragomanError, sent: Collection[str]) -> frozenset[str]:
+    """The features that the server may have rejected without naming a field of the request."""
+    if is_rejection(error) and "stream" not in sent and STREAM_PATTERN.search(error.message):
+        return frozenset({WHOLE_REPLY})
+    return OPTIONAL_FEATURES & _used_features(request, sent) if is_unexplained(error, sent) else frozenset()
+
+
+def _used_features(request: GenerationRequest, sent: Collection[str]) -> frozenset[str]:
+    used = {*request_fields.used_fields(request), *(str(asked.feature) for asked in request.asked)}
+    if any(isinstance(part, Reasoning) for message in request.messages for part in message.parts):
+        used.add("past_reasoning")
+    if "stream_options" in sent:
+        used.add("stream_options")
+    return frozenset(used)
 
 
 def _adapt_request(

@@ -199,10 +199,6 @@ class _PlainChunk(msgspec.Struct):
 _plain_chunks = msgspec.json.Decoder(_PlainChunk)
 
 
-CHOICE_FIELDS = frozenset({"message", "delta", "text", "finish_reason"})
-"""A choice of a reply has one of these at least."""
-
-
 class ChatReader(ReplyReader):
     ends_with_done = True
 
@@ -216,22 +212,24 @@ class ChatReader(ReplyReader):
 
     def _read_whole(self, body: Mapping[str, Any]) -> None:
         choice = _first_choice(body)
-        if choice is None or not CHOICE_FIELDS & choice.keys():
+        if choice is None:
             raise BadAnswer(f"the reply has no choices: {reply_fields.excerpt(str(body))}")
         self._read_event("", body)
+        if self._reason is None and "" in (_message(choice).get("content"), choice.get("text")):
+            self._set_finish_reason("stop")
 
     def _read_event(self, kind: str, body: Mapping[str, Any]) -> None:
         for field in (body.get("usage"), object_of(body.get("x_groq")).get("usage"), body.get("timings"), body):
             usage = reply_fields.read_usage(field)
             if usage is not None:
-                self._usage = usage
+                self._usage, self._has_stray_usage = usage, field is body
                 break
         choice = _first_choice(body)
         if choice is None:
             return
         self._add_reasoning(text_of(body.get("thought")))
         self._logprobs += reply_fields.logprobs(choice.get("logprobs"))
-        self._read_message(object_of(choice.get("delta") or choice.get("message")))
+        self._read_message(_message(choice))
         if isinstance(choice.get("text"), str):
             self._add_text(choice["text"])
         reason = choice.get("finish_reason") or choice.get("done_reason")
@@ -250,6 +248,13 @@ class ChatReader(ReplyReader):
                 function = call["function"] if isinstance(call.get("function"), dict) else call
                 name, arguments = _name(function.get("name")), arguments_text(function.get("arguments"))
                 self._add_call(call.get("index"), _name(call.get("id")), name, arguments)
+
+
+def _message(choice: Mapping[str, Any]) -> Mapping[str, Any]:
+    message = choice.get("delta") or choice.get("message") or {}
+    if not isinstance(message, dict):
+        raise BadAnswer(f"the message of the reply is not an object: {reply_fields.excerpt(str(message))}")
+    return message
 
 
 def _name(value: object) -> str:

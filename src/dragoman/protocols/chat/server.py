@@ -19,7 +19,6 @@ from dragoman.core.errors import BadRequest, quote
 from dragoman.core.events import (
     Event,
     Finished,
-    FinishReason,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -239,7 +238,7 @@ class ChatEncoder(openai.StreamEncoder):
             delta: dict[str, Any] | None = {"role": "assistant", "content": ""}
         elif isinstance(event, Finished):
             self._usages.append(event.usage or Usage())
-            delta, reason = {}, _finish_reason(event.reason, self._legacy)
+            delta, reason = {}, _finish_reason(event, self._legacy)
         elif isinstance(event, TextDelta):
             delta, logprobs = self._text_delta(choice, event), _logprobs(event.logprobs)
         elif isinstance(event, ReasoningDelta):
@@ -305,8 +304,8 @@ def _logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
     return {"content": openai.encode_logprobs(entries), "refusal": None} if entries else None
 
 
-def _finish_reason(reason: FinishReason, legacy: bool) -> str:
-    return "function_call" if legacy and reason == "tool_calls" else reason
+def _finish_reason(ended: Finished | Choice, legacy: bool) -> str:
+    return "function_call" if legacy and ended.reason == "tool_calls" else ended.unknown_reason or ended.reason
 
 
 def _prompt_extras(request: GenerationRequest, started: Started) -> dict[str, Any]:
@@ -333,7 +332,7 @@ def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict
                 "index": choice.index,
                 "message": _reply_message(choice, legacy, request.delivery.reasoning_fields),
                 "logprobs": _logprobs(choice.logprobs),
-                "finish_reason": _finish_reason(choice.reason, legacy),
+                "finish_reason": _finish_reason(choice, legacy),
                 **({"token_ids": choice.tokens} if delivery.token_ids else {}),
             }
             for choice in reply.choices

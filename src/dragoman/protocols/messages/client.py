@@ -174,7 +174,8 @@ class MessagesReader(ReplyReader):
             if isinstance(block, dict):
                 self._start(at, block)
                 self._stop_block(at)
-        self._set_finish_reason(body.get("stop_reason") or "end_turn", body.get("stop_sequence"))
+        if body.get("stop_reason"):
+            self._set_finish_reason(body["stop_reason"], body.get("stop_sequence"))
 
     def _read_event(self, kind: str, body: Mapping[str, Any]) -> None:
         index, delta = dict_key(body.get("index")), object_of(body.get("delta"))

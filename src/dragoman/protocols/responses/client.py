@@ -133,7 +133,8 @@ class ResponsesReader(ReplyReader):
         return self.finished
 
     def _read_whole(self, body: Mapping[str, Any]) -> None:
-        if not isinstance(body.get("output"), list):
+        output = body.get("output")
+        if not isinstance(output, list) or not (output or body.get("status")):
             raise BadAnswer(f"the response has no output: {reply_fields.excerpt(str(body))}")
         self._conclude(body)
 
