@@ -55,11 +55,15 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class RenderedPrompt(msgspec.Struct, frozen=True):
-    """The prompt sent to the model, and the format used to parse the reply."""
+    """The prompt sent to the model, and the format used to parse the reply.
+
+    `ignored` are requested parameters that have no effect on it.
+    """
 
     text: str
     tokens: tuple[int, ...]
     format: str
+    ignored: tuple[str, ...] = ()
 
 
 class WorkerControl(Protocol):
