@@ -28,7 +28,7 @@ from functools import partial
 from dragoman.config.aliases import AliasTable
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
-from dragoman.core.engine import Engine, ModelInfo, ask_models, check_engine_class, known_models
+from dragoman.core.engine import Engine, ModelInfo, ask_models, check_engine, check_engine_class, known_models
 from dragoman.core.errors import BadRequest, ConfigError, ModelNotFound, NotSupported
 from dragoman.engines import DEFAULT_ENGINE, DIRECTORY_ENGINE, engine_class
 from dragoman.files.discovery import DiscoveredModel, Discovery
@@ -78,6 +78,7 @@ class Catalog:
 
     def _add_own_engine(self, engine: Engine, settings: Settings) -> ModelHost:
         """Add an engine passed by the caller; it stays under every configuration."""
+        check_engine(engine)
         check_engine_class(type(engine))
         infos = known_models(engine)
 
