@@ -6,13 +6,15 @@ Rules for the code blocks of README.md and of the pages in docs/
 2. A block with test functions is run by pytest. In a block that calls `serve`, the engine has to answer a request.
 3. A block that begins with a comment such as `# my_module.py` is a file. The other blocks of its page find it.
 4. Every YAML or JSON block with a key of the configuration has to be accepted as a configuration.
-5. A block after the line `<!-- not run: REASON -->` is skipped.
+5. A TOML block with entry points is that of an installed package.
+6. A block after the line `<!-- not run: REASON -->` is skipped.
 """
 
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,10 +116,24 @@ def test_errors_are_in_the_tables(kind: type[errors.DragomanError]) -> None:
 
 
 def write_files(folder: Path, page: Path, address: str = DOCUMENTED_ADDRESS) -> None:
-    """Write the blocks of a page that are files."""
-    for block in BLOCKS:
-        if block.page == page and block.file_name is not None:
+    """Write the blocks of a page that are files, and install its entry points."""
+    for block in (block for block in BLOCKS if block.page == page):
+        if block.file_name is not None:
             (folder / block.file_name).write_text(block.code.replace(DOCUMENTED_ADDRESS, address))
+        groups = entry_points(block)
+        if groups:
+            info = folder / f"line_{block.line}-1.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: line-{block.line}\nVersion: 1\n")
+            with (info / "entry_points.txt").open("w") as file:
+                for group, names in groups.items():
+                    file.writelines([f"[{group}]\n", *(f"{name} = {target}\n" for name, target in names.items())])
+
+
+def entry_points(block: Block) -> dict[str, dict[str, str]]:
+    """The entry points of a TOML block, by group."""
+    project = tomllib.loads(block.code).get("project", {}) if block.language == "toml" else {}
+    return dict(project.get("entry-points", {}))
 
 
 @pytest.mark.parametrize("block", CONFIGS, ids=str)

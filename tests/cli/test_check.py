@@ -130,6 +130,20 @@ def test_only_the_default_model_needs_its_file_to_start(tmp_path: Path, check: C
     assert run(tmp_path, "serve", "--port", "0").stderr.splitlines() == [line]
 
 
+def test_damaged_files_of_the_models_directory(tmp_path: Path, check: Check) -> None:
+    content = with_tensors(tensor("a", 64))
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/whole.gguf").write_bytes(content)
+    (tmp_path / "models/cut.gguf").write_bytes(content[:-10])
+    written = "models:\n  a: {engine: scripted}\nmodels_dir: models\n"
+    (line,) = check(written)
+    message = f"models/cut.gguf is not a GGUF file: it is cut off: it has {len(content) - 10} bytes, and its tensors"
+    assert line.startswith(f"{WARNING}3: models_dir: not served: {tmp_path}/{message}")
+    (tmp_path / "models/cut.gguf").rename(tmp_path / "models/named.gguf")
+    (line,) = check(written.replace("scripted}\n", "scripted}\n  named: models/named.gguf\n"))
+    assert line.startswith(f"{ERROR}3: models.named: models/named.gguf is not a GGUF file")
+
+
 def test_warnings_about_unused_settings(check: Check) -> None:
     first, second = check(
         "models:\n"

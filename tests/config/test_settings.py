@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dragoman.config.loading import Flags, load_settings
+from dragoman.config.loading import Flags, load_settings, with_absolute_paths
 from dragoman.config.loading import load as load_config
 from dragoman.config.model_spec import ModelSpec, SamplingDefaults
 from dragoman.config.settings import Limits, Settings
@@ -426,6 +426,33 @@ def test_memory_and_keep_alive() -> None:
     flags = Flags(models_dir=("a", "b"), memory="100MB", keep_alive="-1")
     changed = load("memory: 5GB\nmodels_dir: [x, y]\nkeep_alive: 5\n", flags)
     assert (changed.models_dir, changed.memory, changed.keep_alive) == (("a", "b"), 100_000_000, math.inf)
+
+
+def test_settings_for_a_process_with_another_working_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "keys").mkdir()
+    settings = load(
+        "models:\n"
+        "  a: {path: a.gguf, adapters: {b: b.gguf, c: {path: ~/c.gguf}}}\n"
+        "  d: hf:org/repo/d.gguf\n"
+        "  smollm2:\n"
+        "  e: {engine: scripted}\n"
+        "event_log: events.jsonl\n"
+        "models_dir: [more]\n"
+        "keys: {store: keys/k.db, jwt: {algorithm: HS256, key_file: keys/secret}}\n"
+    )
+    home = Path.home()
+    absolute = with_absolute_paths(settings)
+    monkeypatch.chdir("/")
+    a, d, smollm2, e = absolute.models
+    assert (a.source, a.options["adapters"]) == (
+        f"{folder}/a.gguf",
+        {"b": f"{folder}/b.gguf", "c": {"path": f"{home}/c.gguf"}},
+    )
+    assert (d.source, smollm2.source, e.source) == ("hf:org/repo/d.gguf", "smollm2", None)
+    assert (absolute.event_log, absolute.models_dir) == (f"{folder}/events.jsonl", (f"{folder}/more",))
+    assert absolute.keys.jwt is not None
+    assert (absolute.keys.store, absolute.keys.jwt.key_file) == (f"{folder}/keys/k.db", f"{folder}/keys/secret")
+    assert with_absolute_paths(absolute) == absolute
 
 
 def test_models_dir_without_models(folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dragoman.client.planner import ProtocolName
-from dragoman.core.engine import Engine, ModelInfo, Output, call_engine, stream_events
+from dragoman.core.engine import Engine, ModelInfo, Output, call_engine, list_models, stream_events
 from dragoman.core.errors import BadRequest, ContextTooLong, DragomanError, EngineFailed, NotSupported
 from dragoman.core.events import Finished, Started, TextDelta, Usage
 from dragoman.core.features import Feature
@@ -177,7 +177,7 @@ async def test_max_tokens(engine: Engine, limit: int) -> None:
 
 
 async def test_reply_ends_at_the_context_limit(engine: Engine) -> None:
-    (info,) = engine.models()
+    (info,) = list_models(engine)
     if info.context is None:
         return
     reply = await choice(engine, ask("a" * 4 * 250 if info.name == "scripted" else "Count. " * 100, max_tokens=999))

@@ -141,6 +141,9 @@ CHARACTERS = [
     ("root ::= [\\]a\\-c]{3}", "]-c", True),
     ("root ::= [\\]a\\-c]", "b", False),
     ("root ::= . .", "\n😀", True),
+    (r'root ::= "\/\'\?\b\f\a\v\0\e"', "/'?\b\f\a\v\0\x1b", True),
+    (r"root ::= [\^\$\.\*\+\(\)\{\}\|]{10}", "^$.*+(){}|", True),
+    ("root ::= [^] ( )", "\n", True),
     ("# about\nroot::=one-two # more\none-two ::= \"a\" |\n  'b'".replace("'", '"'), "b", True),
 ]
 
@@ -159,6 +162,11 @@ INVALID = [
     ("root ::= [z-a]", "the range z-a is empty"),
     ("root ::= []", "allows no character"),
     (r'root ::= "\q"', "unknown escape"),
+    (r"root ::= [\d]", "unknown escape"),
+    ('root ::= TagDispatch(("<a>", rule))\nrule ::= "b"', "unexpected ', rule"),
+    ("root ::= Token(12)", "rule 'Token' is not defined"),
+    ('root ::= a (="b")\na ::= "c"', 'unexpected \'="b")'),
+    ('root ::= a\na[temperature=0.7] ::= "c"', "'::=' must follow the name"),
     ("root ::= <think>", "control tokens such as '<think>'"),
     ("root ::= " + "(" * 100, "nested deeper"),
     ('root ::= "a"{3,2}', "repeats at most less"),

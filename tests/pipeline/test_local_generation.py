@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dragoman import Engine, ModelInfo, generate
-from dragoman.core.errors import BadRequest, NotSupported
+from dragoman.core.errors import BadRequest, ConfigError, NotSupported
 from dragoman.core.events import Event, Finished, ReasoningDelta, TextDelta
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked, GenerationRequest, Message, Text
@@ -118,3 +118,22 @@ def test_leaving_the_loop_closes_the_engine() -> None:
 
     asyncio.run(script())
     assert closed
+
+
+def test_class_instead_of_an_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^expected an engine, got the class Thinker; write Thinker\(\)$"):
+        generate(Thinker, chat())  # type: ignore[arg-type]
+
+
+def test_model_of_an_engine_that_lists_names() -> None:
+    class Named(Engine):
+        def models(self) -> Sequence[str]:
+            return ["first", "second"]
+
+        def generate(self, request: GenerationRequest) -> Iterator[str]:
+            yield request.model
+
+    async def script() -> None:
+        assert (await generate(Named(), chat())).text == "first"
+
+    asyncio.run(script())

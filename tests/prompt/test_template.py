@@ -271,6 +271,14 @@ def test_tools_variable_is_none_without_tools() -> None:
     assert template("{{ tools is none }} {{ add_generation_prompt }}").render(chat("x")).text == "True True"
 
 
+def test_generation_prompt_can_be_left_out() -> None:
+    request = GenerationRequest(messages=(Message("user", (Text("x"),)),), add_generation_prompt=False)
+    prompt = template(None).render(request)
+    assert (prompt.text, prompt.ignored) == ("<|im_start|>user\nx<|im_end|>\n", ())
+    prompt = template("{{ messages[0].content }} assistant:").render(request)
+    assert (prompt.text, prompt.ignored) == ("x assistant:", ("add_generation_prompt",))
+
+
 def test_hugging_face_template_extensions() -> None:
     source = (
         "{%- for message in messages %}\n"

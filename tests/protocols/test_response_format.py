@@ -53,7 +53,7 @@ OTHER_FIELDS: list[tuple[str, Any, Constraint]] = [
     ("guided_choice", ["yes", "no"], OneOf(("yes", "no"))),
     ("structured_outputs.choice", ["yes"], OneOf(("yes",))),
     *((path, "a+", Regex("a+")) for path in ("regex", "guided_regex", "structured_outputs.regex")),
-    *((path, LARK, Grammar(LARK)) for path in ("grammar", "guided_grammar", "structured_outputs.grammar")),
+    *((path, LARK, Grammar(LARK)) for path in ("grammar", "guided_grammar", "structured_outputs.grammar", "ebnf")),
 ]
 CASES = [(fields, constraint, "response_format") for fields, constraint in FORMATS]
 CASES += [(nested(path, value), constraint, path) for path, value, constraint in OTHER_FIELDS]
@@ -64,6 +64,12 @@ def test_constraint_fields(fields: dict[str, Any], constraint: Constraint, param
     request = decode(**fields)
     assert request.constraint == constraint
     assert features(request) == {("constraint", param)}
+
+
+@pytest.mark.parametrize("grammar", [r'root ::= "\x41" [\x30-\x39g]', r'root ::= "\\x41A"'])
+def test_ebnf_with_unambiguous_escapes(grammar: str) -> None:
+    assert decode(ebnf=grammar).constraint == Grammar(grammar)
+    assert features(wire.decode("completions", ebnf=grammar)) == {("constraint", "ebnf")}
 
 
 @pytest.mark.parametrize(
@@ -113,6 +119,10 @@ DEEP: dict[str, Any] = {"guided_json": '{"a":' * 70 + "1" + "}" * 70}
         ({"guided_choice": [1]}, "guided_choice[0]"),
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice"),
         ({"structured_outputs": {"json": "["}}, "structured_outputs.json"),
+        ({"ebnf": 5}, "ebnf"),
+        ({"ebnf": ""}, "ebnf"),
+        ({"ebnf": r'root ::= "\x1F600"'}, "ebnf"),
+        ({"ebnf": r'root ::= "\\\x41A"'}, "ebnf"),
     ],
 )
 def test_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
@@ -133,6 +143,7 @@ def test_empty_text_is_rejected(name: str) -> None:
     [
         ({**output("json_object"), "guided_json": SCHEMA}, "guided_json"),
         ({"regex": "a", "grammar": LARK}, "grammar"),
+        ({"grammar": LARK, "ebnf": LARK}, "ebnf"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs.regex"),
     ],
 )

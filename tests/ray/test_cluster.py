@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from ray.cluster_utils import Cluster
 from ray.serve.context import _get_global_client
 
 from dragoman.config.loading import Flags, load_settings
+from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
+from dragoman.files import sources
 from dragoman.ray import app, application
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
@@ -83,10 +86,14 @@ def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="any", timeout=300, max_retries=0)
 
 
+def deployments(app_name: str = "default") -> dict[str, Any]:
+    found: dict[str, Any] = _get_global_client().get_serve_details()["applications"][app_name]["deployments"]
+    return found
+
+
 def replicas(model: str) -> list[dict[str, Any]]:
     """Return the running replicas of a model."""
-    deployments = _get_global_client().get_serve_details()["applications"]["default"]["deployments"]
-    (found,) = [entry for name, entry in deployments.items() if name.endswith(model)]
+    (found,) = [entry for name, entry in deployments().items() if name.endswith(model)]
     return [replica for replica in found["replicas"] if replica["state"] == "RUNNING"]
 
 
@@ -344,3 +351,90 @@ def test_serve_run_reads_the_configuration_from_the_environment(cluster: str, ur
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
+
+
+@contextmanager
+def deployed(settings: Settings, name: str) -> Iterator[openai.OpenAI]:
+    """An application of its own, and a client of it."""
+    serve.run(application(settings), name=name, route_prefix=f"/{name}")
+    try:
+        with openai.OpenAI(
+            base_url=f"http://127.0.0.1:{PORT}/{name}/v1", api_key="any", timeout=300, max_retries=0
+        ) as client:
+            yield client
+    finally:
+        serve.delete(name)
+
+
+SHARED = """
+models:
+  first: {source: smollm2, layout: as-is, slots: 2, context: 1024, threads: 1, ray: {num_cpus: 0.1}}
+  by-path: {source: PATH, layout: as-is, slots: 2, context: 1024, threads: 1, ray: {num_cpus: 0.1}}
+  other-context: {source: smollm2, layout: as-is, slots: 2, context: 512, threads: 1, ray: {num_cpus: 0.1}}
+aliases: {alias: by-path}
+"""
+
+
+def test_names_of_one_file_share_their_replicas(cluster: str, tmp_path: Path) -> None:
+    (tmp_path / "link.gguf").symlink_to(sources.fetch("smollm2"))
+    path = tmp_path / "shared.yaml"
+    path.write_text(SHARED.replace("PATH", str(tmp_path / "link.gguf")))
+    with deployed(load_settings(str(path), Flags(), {}), "shared") as client:
+        assert sorted(deployments("shared")) == ["entrance", "model-0-first", "model-1-other-context"]
+        assert [model.id for model in client.models.list()] == ["first", "by-path", "other-context"]
+        with ThreadPoolExecutor(6) as pool:
+            names = ["first", "by-path", "alias"] * 2
+            told = list(pool.map(lambda name: ask(client, name, "Count to five.")[0], names))
+        assert all(told)
+        for name, context in {"first": 1024, "by-path": 1024, "other-context": 512}.items():
+            model: Any = client.models.retrieve(name)
+            assert (model.id, model.max_model_len, model.state) == (name, context, "ready")
+        # The prefix cache is shared too.
+        assert ask(client, "first", SEA, "One?")[1] < 50
+        assert ask(client, "by-path", SEA, "One or two?")[1] > 100
+
+
+def test_entrance_on_a_machine_where_the_files_differ(cluster: str, tmp_path: Path) -> None:
+    """The entrance does not load a model itself where only the driver sees that two names have one file."""
+    link = tmp_path / "link.gguf"
+    link.symlink_to(sources.fetch("smollm2"))
+    path = tmp_path / "shared.yaml"
+    path.write_text(SHARED.replace("PATH", str(link)))
+    built = application(load_settings(str(path), Flags(), {}))
+    link.unlink()
+    try:
+        serve.run(built, name="moved", route_prefix="/moved")
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/moved/v1", api_key="any", timeout=300, max_retries=0)
+        assert ask(client, "by-path", "Hello!")[0]
+        assert "ggml" not in "".join(Path(f"/proc/{pid_of('moved', 'entrance')}/maps").read_text())
+        client.close()
+    finally:
+        serve.delete("moved")
+
+
+def pid_of(app_name: str, deployment: str) -> int:
+    (replica,) = deployments(app_name)[deployment]["replicas"]
+    pid: int = replica["pid"]
+    return pid
+
+
+def test_models_of_a_models_yaml(cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights/link.gguf").symlink_to(sources.fetch("smollm2"))
+    (tmp_path / "models.yaml").write_text(
+        "plain: weights/link.gguf\n"
+        "models:\n"
+        "  tuned: {path: weights/link.gguf, context: 512, threads: 1, nickname: x, ray: {num_cpus: 0.1, replicas: 2}}\n"
+        "  echo: {engine: scripted, ray: {num_cpus: 0.1}}\n"
+    )
+    (tmp_path / "dragoman.yaml").write_text("models_yaml: models.yaml\nmodels: {echo-too: {engine: scripted}}\n")
+    # The replicas have another working directory.
+    monkeypatch.chdir(tmp_path)
+    with deployed(load_settings(None, Flags(), {}), "listed") as client:
+        monkeypatch.chdir("/")
+        assert [model.id for model in client.models.list()] == ["echo-too", "plain", "tuned", "echo"]
+        for name in ("echo-too", "plain", "tuned", "echo"):
+            assert ask(client, name, "Hello!")[0]
+        assert len(deployments("listed")["model-2-tuned"]["replicas"]) == 2
+        model: Any = client.models.retrieve("tuned")
+        assert model.max_model_len == 512

@@ -1,5 +1,6 @@
 """The methods of an engine: async or plain, in every form, and models that change."""
 
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,20 @@ from dragoman.core.errors import ConfigError
 from dragoman.core.events import Event, Finished, Listener, Started, TextDelta
 from dragoman.core.request import GenerationRequest
 from dragoman.engines import engine_class
-from tests.support.requests import CHAT, COMPLETIONS, HELLO, eventually, frames, refused, stream_texts, talk, text_of
+from tests.support.requests import (
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    ask,
+    eventually,
+    frames,
+    in_process,
+    refused,
+    stream_texts,
+    talk,
+    talking,
+    text_of,
+)
 from tests.support.server_process import Serving
 
 
@@ -279,6 +293,22 @@ def test_engine_that_can_answer_nothing_is_refused(make: Callable[[], object]) -
 MODULE = """
 from dragoman import Engine, ModelInfo
 
+class Named(Engine):
+    names = ["first"]
+
+    def models(self):
+        return self.names
+
+    def generate(self, request):
+        if request.last_user_text == "another":
+            self.names.append("second")
+        return "from " + request.model
+
+class NamedInWorker(Named):
+    @classmethod
+    def needs_worker(cls, options):
+        return True
+
 class Late(Engine):
     names = ()
 
@@ -301,3 +331,56 @@ def test_async_models_behind_a_server(tmp_path: Path, monkeypatch: pytest.Monkey
         assert names(client.get("/v1/models")) == ["late"]
         assert text_of(client.post(CHAT, json={"messages": HELLO})) == "from late"
         client.close()
+
+
+def test_models_may_be_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serving: Serving) -> None:
+    (tmp_path / "own.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    config = {"models": {"worker": {"engine": "own:NamedInWorker"}}}
+    with serving(tmp_path, config, "--engine", "own:Named") as running, talking(running) as client:
+        for model in ("worker", "first"):
+            assert text_of(ask(client, CHAT, model=model)) == f"from {model}"
+        assert names(client.get("/v1/models")) == ["first", "worker"]
+        assert client.get("/v1/models/first").json()["format"] == "plain"
+        another = [{"role": "user", "content": "another"}]
+        assert text_of(ask(client, CHAT, model="first", messages=another)) == "from first"
+        assert names(client.get("/v1/models")) == ["first", "second", "worker"]
+        assert text_of(ask(client, CHAT, model="second")) == "from second"
+        assert "Traceback" not in running.log.read_text()
+
+
+async def test_async_models_may_be_names() -> None:
+    class Named(AsyncThroughout):
+        async def models(self) -> Sequence[str]:  # type: ignore[override]
+            return ("one", "two")
+
+    app = create_app(Named())
+    async with in_process(app) as client:
+        assert names(await client.get("/v1/models")) == ["one", "two"]
+    await app.stop()
+
+
+WRONG_MODELS: list[tuple[object, str]] = [
+    ("first", "`models` of engine Wrong must return a list of names or ModelInfo values, not 'first'"),
+    (None, "`models` of engine Wrong must return a list of names or ModelInfo values, not None"),
+    (["first", 5], "`models` of engine Wrong must return a list of names or ModelInfo values, but contains 5"),
+]
+
+
+@pytest.mark.parametrize(("answer", "message"), WRONG_MODELS)
+def test_wrong_models_are_refused(answer: object, message: str) -> None:
+    class Wrong(ReturnsText):
+        def models(self) -> object:  # type: ignore[override]
+            return answer
+
+    with pytest.raises(ConfigError) as raised:
+        create_app(Wrong())
+    assert str(raised.value) == message
+
+
+def test_class_instead_of_an_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^expected an engine, got the class ReturnsText; write ReturnsText\(\)$"):
+        create_app(ReturnsText)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^expected an engine, got str$"):
+        create_app("scripted")  # type: ignore[arg-type]

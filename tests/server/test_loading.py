@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -20,7 +21,7 @@ from dragoman.core.errors import ConfigError
 from dragoman.files.gguf import read_outline
 from dragoman.models import engine_loader
 from tests.support.engines import NeverStops, SlowToLoad
-from tests.support.gguf_files import gguf, header, pair, sparse, text
+from tests.support.gguf_files import gguf, header, pair, sparse, tensor, text, with_tensors
 from tests.support.requests import CHAT, ask, eventually, in_process, refused, talking, text_of
 from tests.support.server_process import Running, Serving
 
@@ -101,28 +102,69 @@ def test_failure_of_only_model_stops_server(tmp_path: Path, workers: int) -> Non
     assert done.stderr.count('raise RuntimeError("no such device")') == 1
 
 
+@contextmanager
+def serve_folder(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], Path, str]]:
+    """A server of the models in a folder, which need not become ready: its process, its log and its address."""
+    port, log = free_port(), folder / "server.log"
+    command = [sys.executable, "-m", "dragoman", "serve", "--models-dir", str(folder), "--port", str(port), *flags]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        yield process, log, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.parametrize("names", [("a",), ("a", "b")], ids=len)
 def test_only_failure_of_only_directory_model_stops_server(
     tmp_path: Path, names: tuple[str, ...], workers: int
 ) -> None:
     for name in names:
         (tmp_path / f"{name}.gguf").write_bytes(gguf(pair("general.architecture", 8, text("llama"))))
-    port, log = free_port(), tmp_path / "server.log"
-    command = [sys.executable, "-m", "dragoman", "serve", "--models-dir", str(tmp_path), "--port", str(port)]
-    with log.open("wb") as output:
-        process = subprocess.Popen([*command, "--workers", str(workers)], stdout=output, stderr=output)
-    try:
+    with serve_folder(tmp_path, "--workers", str(workers)) as (process, log, url):
         assert eventually(lambda: "model a: not loaded: " in log.read_text())
         if len(names) == 1:
             assert process.wait(60) == 2
         else:
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(1)
-            assert httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=60).status_code == 200
+            assert httpx.get(f"{url}/health", trust_env=False, timeout=60).status_code == 200
         assert "serving the models folder on http" in log.read_text()
-    finally:
-        process.kill()
-        process.wait()
+
+
+def test_damaged_files_in_a_models_folder_are_reported_once_before_serving(tmp_path: Path, serving: Serving) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    content = with_tensors(tensor("a", 64))
+    (folder / "whole.gguf").write_bytes(content)
+    (folder / "cut.gguf").write_bytes(content[:-10])
+    (folder / "configured.gguf").write_bytes(content[:-20])
+    (folder / "head.gguf").write_bytes(content[:50])
+    models = {"echo": {"engine": "scripted"}, "configured": str(folder / "configured.gguf")}
+    with serving(tmp_path, {"models": models, "models_dir": str(folder)}) as running, talking(running) as client:
+        for _ in range(2):
+            listed = [model["id"] for model in client.get("/v1/models").json()["data"]]
+            assert listed == ["echo", "configured", "whole"]
+            refused(ask(client, CHAT, model="cut"), 404, param="model", code="model_not_found")
+        log = running.log.read_text()
+        before, _, _ = log.partition("serving echo, configured on http")
+        for name, size in {"cut": len(content) - 10, "configured": len(content) - 20, "head": 50}.items():
+            message = f"{name}.gguf is not a GGUF file: it is cut off: it has {size} bytes, and its "
+            assert (before.count(message), log.count(message)) == (1, 1)
+
+
+def test_damaged_default_of_a_models_folder_is_named_in_the_log(tmp_path: Path, workers: int) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "cut.gguf").write_bytes(with_tensors(tensor("a", 64))[:-10])
+    (folder / "whole.gguf").write_bytes(with_tensors(tensor("a", 64)))
+    with serve_folder(folder, "--default", "cut", "--workers", str(workers)) as (_, log, url):
+        message = "model 'cut' is not served here; models: whole (aliases: none). Start with --alias 'cut=whole'"
+        assert eventually(lambda: f"the default model is missing: {message}" in log.read_text())
+        response = httpx.post(f"{url}{CHAT}", json={"messages": [{"role": "user", "content": "x"}]}, trust_env=False)
+        assert refused(response, 404, param="model", code="model_not_found").startswith(message)
+        assert log.read_text().count("cut.gguf is not a GGUF file") == 1
 
 
 async def test_engine_that_does_not_stop_does_not_block_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:

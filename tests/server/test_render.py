@@ -74,3 +74,13 @@ def test_format_known_only_to_engine_is_shown_after_loading(client: httpx.Client
     assert client.get("/v1/models/showing-from-afar").json()["format"] == listed["showing"]["format"] == "hermes"
     assert listed["unloaded"]["state"] == "cold"
     assert "format" not in listed["unloaded"]
+
+
+@SHOWING
+def test_tokens_of_an_engine_without_generation_prompts(client: httpx.Client, model: str) -> None:
+    fields = {"model": model, "messages": HELLO, "add_generation_prompt": False}
+    response = client.post("/tokenize", json=fields)
+    assert response.json()["count"] == len("user: hello\n")
+    assert response.headers["x-dragoman-ignored"] == "add_generation_prompt"
+    strict = client.post("/tokenize", json=fields, headers={"x-dragoman-strict": "true"})
+    refused(strict, 400, param="add_generation_prompt", code="unsupported_parameter")

@@ -107,7 +107,7 @@ def test_system_fingerprint(smol: ModelClient) -> None:
 GBNF = 'root ::= "<" [a-c]{2} ("," root)? ">"'
 
 
-@pytest.mark.parametrize("field", ["grammar", "guided_grammar"])
+@pytest.mark.parametrize("field", ["grammar", "guided_grammar", "ebnf"])
 def test_grammar_in_gbnf(smol: ModelClient, field: str) -> None:
     text = content(smol.chat("Write.", extra_body={field: GBNF}))
     assert re.match(r"(<[a-c]{2},)*<[a-c]{2}>*", text)
@@ -115,3 +115,6 @@ def test_grammar_in_gbnf(smol: ModelClient, field: str) -> None:
         smol.chat("Write.", extra_body={field: "root ::= other"})
     assert (raised.value.param, raised.value.code) == (field, "invalid_schema")
     assert "rule 'other' is not defined" in raised.value.message
+    with pytest.raises(openai.BadRequestError, match=f"{field}: ") as raised:
+        smol.complete("Write.", extra_body={field: 'root = "a", { "b" };'})
+    assert (raised.value.param, raised.value.code) == (field, "invalid_schema")

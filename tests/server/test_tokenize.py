@@ -82,12 +82,26 @@ def test_tokens_of_a_chat_are_its_prompt(client: httpx.Client) -> None:
     assert usage["prompt_tokens"] == found["count"]
 
 
+def test_generation_prompt_is_left_out(client: httpx.Client) -> None:
+    turns = [*HELLO, {"role": "assistant", "content": "Hi."}]
+    for messages in (HELLO, turns):
+        whole, with_prompt, without = (
+            tokenize(client, messages=messages, return_token_strs=True, **fields)
+            for fields in ({}, {"add_generation_prompt": True}, {"add_generation_prompt": False})
+        )
+        assert whole == with_prompt
+        assert "".join(whole["token_strs"]) == "".join(without["token_strs"]) + "<|im_start|>assistant\n"
+        assert without["tokens"] == whole["tokens"][: without["count"]]
+
+
 IGNORED: list[tuple[dict[str, Any], str]] = [
     ({"content": "x", "colour": "red"}, "colour"),
     ({"content": "x", "add_generation_prompt": True}, "add_generation_prompt"),
     ({"messages": HELLO, "colour": "red"}, "colour"),
     ({"messages": HELLO, "add_special": True}, "add_special"),
-    ({"messages": HELLO, "add_generation_prompt": False}, "add_generation_prompt"),
+    ({"content": "x", "add_generation_prompt": False}, "add_generation_prompt"),
+    ({"messages": HELLO, "continue_final_message": True}, "continue_final_message"),
+    ({"messages": HELLO, "documents": [{"text": "x"}]}, "documents"),
     ({"model": "own", "content": "x", "with_pieces": True}, "with_pieces"),
     ({"model": "own", "content": "x", "add_special": True}, "add_special"),
 ]
@@ -107,4 +121,8 @@ def test_invalid_requests(client: httpx.Client) -> None:
     refused(client.post(TOKENIZE, json={"content": "x", "messages": HELLO}), 400, param="messages")
     refused(client.post(TOKENIZE, json={"messages": [{"role": "bob"}]}), 400, param="messages[0].role")
     refused(client.post(TOKENIZE, json={"model": "minilm", "messages": HELLO}), 501, param="messages")
+    wrong: list[Any] = ["false", 0, [], {}]
+    for value in wrong:
+        fields = {"messages": HELLO, "add_generation_prompt": value}
+        refused(client.post(TOKENIZE, json=fields), 400, param="add_generation_prompt")
     refused(client.post(f"{CHAT}/input_tokens", json={"messages": []}), 400, param="messages")

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 import dragoman
+from dragoman.core.engine import list_models
 
 KEY = {"authorization": "Bearer my-key"}
 """The API key in all examples."""
@@ -32,7 +33,7 @@ async def _answer_once(engines: tuple[dragoman.Engine, ...], options: dict[str, 
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=KEY) as client:
         for engine in engines:
             path, body = ("/v1/chat/completions", CHAT) if "chat" in engine.supports() else ("/v1/embeddings", TEXTS)
-            response = await client.post(path, json={"model": engine.models()[0].name, **body})
+            response = await client.post(path, json={"model": list_models(engine)[0].name, **body})
             assert response.status_code == 200, response.text
     await app.stop()
 

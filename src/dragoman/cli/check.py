@@ -27,9 +27,10 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config)
     # Imported late: errors in the configuration file itself need no server modules.
-    from dragoman.server.preflight_checks import find_diagnostics, find_exposure
+    from dragoman.server.preflight_checks import find_damaged_files, find_diagnostics, find_exposure
 
-    found = [*find_diagnostics(config.settings), *find_exposure(config.settings)]
+    checks = (find_diagnostics, find_exposure, find_damaged_files)
+    found = [diagnostic for check in checks for diagnostic in check(config.settings)]
     errors = [diagnostic for diagnostic in found if diagnostic.level != "warning"]
     if errors:
         raise ConfigError(*config.locations.format(errors))

@@ -27,6 +27,11 @@ def resolve_path(path: str, directory: Path) -> str:
     return str(directory / Path(path).expanduser())
 
 
+def resolve_source(source: str, directory: Path) -> str:
+    """Return the source of a model; if it is a path, relative to the directory of the file that contains it."""
+    return resolve_path(source, directory) if is_path(source) and "://" not in source else source
+
+
 def join_key(key: str, name: str) -> str:
     return f"{key}.{name}" if key else name
 
@@ -42,9 +47,6 @@ class ConfigFile:
     @property
     def directory(self) -> Path:
         return Path(self.locations.file).expanduser().parent
-
-    def resolve_source(self, source: str) -> str:
-        return resolve_path(source, self.directory) if is_path(source) and "://" not in source else source
 
     def add_error(self, key: str, message: str) -> None:
         self._errors.append(Diagnostic(key, message))

@@ -20,7 +20,7 @@ Rules
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -218,27 +218,42 @@ def _check_texts(file: ConfigFile, settings: Settings) -> None:
 
 
 def _resolve_paths(file: ConfigFile, settings: Settings) -> Settings:
+    def resolve(key: str, path: str) -> str:
+        return path if find_known_key(key, file.locations.flags) else resolve_path(path, file.directory)
+
+    return _map_paths(settings, resolve)
+
+
+def with_absolute_paths(settings: Settings) -> Settings:
+    """Return the settings for a process with another working directory."""
+    here = Path.cwd()
+    settings = _map_paths(settings, lambda key, path: resolve_path(path, here))
+    return msgspec.structs.replace(settings, models=tuple([model.resolve_paths(here) for model in settings.models]))
+
+
+def _map_paths(settings: Settings, convert: Callable[[str, str], str]) -> Settings:
+    """Convert the paths of all settings except those of the models. `convert` gets the key and the path."""
+
     def resolve(key: str, path: str | None) -> str | None:
-        is_flag = find_known_key(key, file.locations.flags)
-        return path if path is None or is_flag else resolve_path(path, file.directory)
+        return None if path is None else convert(key, path)
 
     replace, keys, tls, folders = msgspec.structs.replace, settings.keys, settings.tls, settings.models_dir
     storage = settings.storage
     is_address = storage.address == MEMORY or storage.address.startswith(POSTGRES)
-    jwt = None if keys.jwt is None else replace(keys.jwt, key_file=resolve("keys", keys.jwt.key_file))
+    jwt = None if keys.jwt is None else replace(keys.jwt, key_file=convert("keys", keys.jwt.key_file))
     return replace(
         settings,
-        models_dir=None if folders is None else tuple(resolve("models_dir", folder) for folder in folders),
+        models_dir=None if folders is None else tuple([convert("models_dir", folder) for folder in folders]),
         models_yaml=resolve("models_yaml", settings.models_yaml),
         event_log=resolve("event_log", settings.event_log),
         socket=resolve("socket", settings.socket),
         storage=replace(
             storage,
-            address=storage.address if is_address else resolve("storage", storage.address) or "",
+            address=storage.address if is_address else convert("storage", storage.address),
             blobs=resolve("storage", storage.blobs),
         ),
         keys=replace(keys, store=resolve("keys", keys.store), jwt=jwt),
-        tls=tls and replace(tls, certificate=resolve("tls", tls.certificate), key=resolve("tls", tls.key)),
+        tls=tls and replace(tls, certificate=convert("tls", tls.certificate), key=convert("tls", tls.key)),
     )
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from dragoman.config.config_file import ConfigFile, resolve_path
+from dragoman.config.config_file import ConfigFile, resolve_path, resolve_source
 from dragoman.config.quantities import parse_duration
 from dragoman.config.sections import ReplicaSettings
 from dragoman.core.engine import Engine
@@ -143,6 +143,14 @@ class ModelSpec(msgspec.Struct, frozen=True):
             return None
         return None if path is None else os.path.realpath(path)
 
+    def resolve_paths(self, directory: Path) -> "ModelSpec":
+        """Return the same model, with the paths of its files relative to a directory."""
+        source = None if self.source is None else resolve_source(self.source, directory)
+        options = dict(self.options)
+        if self.adapters:
+            options["adapters"] = _resolve_adapters(options["adapters"], directory)
+        return msgspec.structs.replace(self, source=source, options=options)
+
     def with_layout(self, layout: str | None) -> "ModelSpec":
         """Set the layout, if the engine has this option. `auto` is left out, because it is the default."""
         if self.engine not in ENGINES or "layout" not in engine_class(self.engine).Options.__struct_fields__:
@@ -234,7 +242,7 @@ def _read_model(file: ConfigFile, name: str, entry: Any, key: str) -> ModelSpec:
         file.parse(options.get("format"), _check_format, f"{key}.format")
         adapters = options.get("adapters")
     if isinstance(adapters, dict):
-        options["adapters"] = {adapter: _resolve_adapter(file, entry) for adapter, entry in adapters.items()}
+        options["adapters"] = _resolve_adapters(adapters, file.directory)
     line = file.locations.lines.get(key)
     return ModelSpec(
         name,
@@ -254,7 +262,7 @@ def _read_source(file: ConfigFile, cls: type[Engine], engine: str, source: str, 
     if "path" not in cls.Options.__struct_fields__:
         file.add_error(key, f"the engine {engine} takes no source")
     if not cls.loads_directory:
-        return file.resolve_source(source)
+        return resolve_source(source, file.directory)
     path = Path(resolve_path(source, file.directory))
     file.parse(source, lambda written: _check_directory(written, path, engine), key)
     return _resolve_directory(source, file.directory)
@@ -286,8 +294,12 @@ def _check_format(name: object) -> None:
         get_format(name)
 
 
-def _resolve_adapter(file: ConfigFile, adapter: Any) -> Any:
+def _resolve_adapters(adapters: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    return {name: _resolve_adapter(adapter, directory) for name, adapter in adapters.items()}
+
+
+def _resolve_adapter(adapter: Any, directory: Path) -> Any:
     if isinstance(adapter, str):
-        return resolve_path(adapter, file.directory)
+        return resolve_path(adapter, directory)
     path = adapter.get("path") if isinstance(adapter, dict) else None
-    return {**adapter, "path": resolve_path(path, file.directory)} if isinstance(path, str) else adapter
+    return {**adapter, "path": resolve_path(path, directory)} if isinstance(path, str) else adapter

@@ -55,11 +55,15 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class RenderedPrompt(msgspec.Struct, frozen=True):
-    """The prompt sent to the model, and the format used to parse the reply."""
+    """The prompt sent to the model, and the format used to parse the reply.
+
+    `ignored` are requested parameters that have no effect on it.
+    """
 
     text: str
     tokens: tuple[int, ...]
     format: str
+    ignored: tuple[str, ...] = ()
 
 
 class WorkerControl(Protocol):
@@ -162,14 +166,14 @@ class Engine:
         """Whether the optional packages the engine needs are installed."""
         return True
 
-    def models(self) -> Sequence[ModelInfo]:
-        """Return the models; called often. An `async def` is called at the start, and again when models are listed or
-        a name is unknown."""
+    def models(self) -> Sequence[ModelInfo | str]:
+        """Return the models, or only their names; called often. An `async def` is called at the start, and again when
+        models are listed or a name is unknown."""
         return [ModelInfo(type(self).__name__.removesuffix("Engine").lower() or "engine")]
 
     def model_info(self, name: str) -> ModelInfo:
         """Return the description of a model. The only model of an engine may be served under several names."""
-        models = self.models()
+        models = list_models(self)
         found = models[0] if len(models) == 1 else next((model for model in models if model.name == name), None)
         return ModelInfo(name) if found is None else msgspec.structs.replace(found, name=name)
 
@@ -268,14 +272,40 @@ async def ask_models(engine: Engine) -> Sequence[ModelInfo]:
     """Ask an engine for its models. If its method is async, `models()` returns this answer from now on."""
     declared: Any = type(engine).models
     if inspect.iscoroutinefunction(declared):
-        models = tuple(await declared(engine))
+        models = _to_infos(engine, await declared(engine))
         engine.models = lambda: models  # type: ignore[method-assign]
-    return engine.models()
+    return list_models(engine)
 
 
 def known_models(engine: Engine) -> Sequence[ModelInfo]:
     """The models of an engine that may not have started. An async `models` has not been asked then."""
-    return () if inspect.iscoroutinefunction(engine.models) else engine.models()
+    return () if inspect.iscoroutinefunction(engine.models) else list_models(engine)
+
+
+def list_models(engine: Engine) -> tuple[ModelInfo, ...]:
+    """The models of an engine that has started."""
+    return _to_infos(engine, engine.models())
+
+
+def _to_infos(engine: Engine, answer: object) -> tuple[ModelInfo, ...]:
+    expected = f"`models` of engine {type(engine).__name__} must return a list of names or ModelInfo values"
+    if isinstance(answer, str) or not isinstance(answer, Iterable):
+        raise ConfigError(f"{expected}, not {answer!r}")
+    infos = []
+    for entry in answer:
+        if not isinstance(entry, str | ModelInfo):
+            raise ConfigError(f"{expected}, but contains {entry!r}")
+        infos.append(ModelInfo(entry) if isinstance(entry, str) else entry)
+    return tuple(infos)
+
+
+def check_engine(engine: object) -> None:
+    """Raise a ConfigError for what is not an engine, such as the class of one."""
+    if isinstance(engine, Engine):
+        return
+    if isinstance(engine, type):
+        raise ConfigError(f"expected an engine, got the class {engine.__name__}; write {engine.__name__}()")
+    raise ConfigError(f"expected an engine, got {type(engine).__name__}")
 
 
 def check_engine_class(cls: type[Engine]) -> None:

@@ -23,6 +23,8 @@ class Feature(StrEnum):
     TOKEN_TEXTS = auto()
     """The text of each token."""
     RENDER = auto()
+    GENERATION_PROMPT = auto()
+    """Render a chat without what its template puts before a reply."""
     COUNT_TOKENS = auto()
     EMBEDDINGS = auto()
 

@@ -224,6 +224,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """Source documents for chat templates that support them, usually with `title` and `text`."""
     template_options: Mapping[str, Any] = {}
     """Variables for the chat template. The operator must allow them."""
+    add_generation_prompt: bool = True
+    """Whether a rendered chat ends with what the template puts before a reply. A chat that is answered always does."""
     sampling: Sampling = Sampling()
     keep_seconds: float = 0
     """How long the prompt stays in the prefix cache, even if space is short."""

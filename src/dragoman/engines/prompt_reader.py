@@ -37,7 +37,7 @@ TOKEN_FEATURES = (
     SAMPLING_FEATURES
     | TOKENIZER_FEATURES
     | {
-        *(Feature.CHAT, Feature.COMPLETION, Feature.TOKEN_PROMPT, Feature.RENDER),
+        *(Feature.CHAT, Feature.COMPLETION, Feature.TOKEN_PROMPT, Feature.RENDER, Feature.GENERATION_PROMPT),
         *(Feature.TOKEN_IDS, Feature.LOGPROBS, Feature.PROMPT_LOGPROBS, Feature.MAX_TOKENS, Feature.USAGE),
         *(Feature.STOP_TOKEN_IDS, Feature.IGNORE_EOS),
         *(Feature.TOOLS, Feature.THINKING, Feature.DOCUMENTS, Feature.TEMPLATE_OPTIONS),
@@ -132,7 +132,7 @@ class PromptReader:
 
     def render(self, request: GenerationRequest) -> RenderedPrompt:
         prompt, tokens = self._render_tokens(request)
-        return RenderedPrompt(prompt.text, tokens, self.format.name)
+        return RenderedPrompt(prompt.text, tokens, self.format.name, prompt.ignored)
 
     def _render_tokens(self, request: GenerationRequest) -> tuple[Prompt, tuple[int, ...]]:
         # Rendering a text of megabytes takes a second, so an obviously too long one is rejected before.

@@ -17,7 +17,9 @@ Rules
    directory does not repeat the walk.
 6. Only regular files are opened, and again only after a change. Little is read of each (see `gguf`). A scan that takes
    longer than `MAX_SCAN_SECONDS` leaves new files to the next scan.
-7. A file whose name is not UTF-8 is not served. Spaces and control characters in names become `-`.
+7. A damaged file is not listed; `problems` says what is wrong with it. Whether all tensors are there is checked only
+   during the first `MAX_CHECK_SECONDS` of a scan. The models found afterwards are checked when they are loaded.
+8. A file whose name is not UTF-8 is not served. Spaces and control characters in names become `-`.
 """
 
 import json
@@ -36,7 +38,7 @@ from typing import Literal
 import msgspec
 
 from dragoman.core.errors import ConfigError
-from dragoman.files.gguf import PART, Value, list_parts, read_metadata
+from dragoman.files.gguf import PART, Value, check_model, list_parts, read_metadata
 from dragoman.files.sources import DESCRIPTION_FILES
 
 log = logging.getLogger("dragoman.files.discovery")
@@ -45,6 +47,7 @@ MAX_DEPTH = 4
 MAX_FILES = 20_000
 """Files and directories below one models directory."""
 MAX_SCAN_SECONDS = 5.0
+MAX_CHECK_SECONDS = 2.0
 MAX_DESCRIPTION_BYTES = 16 << 20
 """Bytes of a file such as config.json."""
 KEYS = ("general.architecture", "general.type", "general.file_type", "general.size_label")
@@ -106,6 +109,8 @@ _Version = tuple[str, tuple[tuple[int, int, int], ...]]
 """The path of a model, and the size, modification time and inode of each of its files."""
 _Description = tuple[str | None, str | None, str | None, str | None]
 """Architecture, quantization, family and size."""
+_Result = _Description | str | None
+"""A str says what is wrong with a damaged model; None means that the file is not a model."""
 
 
 class Discovery:
@@ -115,24 +120,33 @@ class Discovery:
         self.folders = tuple(folders)
         self.found: Mapping[str, DiscoveredModel] = {}
         """By name in lower case."""
-        self._descriptions: dict[_Version, _Description | None] = {}
+        self.problems: Mapping[str, str] = {}
+        """What is wrong with damaged models, by path."""
+        self._results: dict[_Version, _Result] = {}
 
     def scan(self) -> None:
         """Scan the directories. This blocks: do not call it in the event loop."""
         models: dict[str, DiscoveredModel] = {}
-        descriptions: dict[_Version, _Description | None] = {}
-        end = time.monotonic() + MAX_SCAN_SECONDS
+        problems: dict[str, str] = {}
+        results: dict[_Version, _Result] = {}
+        start = time.monotonic()
         skipped = 0
         for entry in _find_entries(self.folders):
             version = _read_version(entry)
             if version is None:
                 continue
-            if version not in self._descriptions and time.monotonic() > end:
+            seconds = time.monotonic() - start
+            if version in self._results:
+                known = self._results[version]
+            elif seconds > MAX_SCAN_SECONDS:
                 skipped += 1
                 continue
-            known = self._descriptions[version] if version in self._descriptions else _describe(entry)
-            descriptions[version] = known
-            if known is not None:
+            else:
+                known = _describe(entry, check_tensors=seconds < MAX_CHECK_SECONDS)
+            results[version] = known
+            if isinstance(known, str):
+                problems[str(entry.path)] = known
+            elif known is not None:
                 size = sum(size for size, _, _ in version[1])
                 models.setdefault(
                     entry.name.lower(), DiscoveredModel(entry.name, str(entry.path), entry.kind, size, *known)
@@ -143,7 +157,7 @@ class Discovery:
                 skipped,
                 MAX_SCAN_SECONDS,
             )
-        self.found, self._descriptions = models, descriptions
+        self.found, self.problems, self._results = models, problems, results
 
     def resolve(self, name: str) -> DiscoveredModel | None:
         """Return the model for a name in lower case."""
@@ -285,18 +299,20 @@ def _warn_once(message: str) -> None:
     log.warning("%s", message)
 
 
-def _describe(entry: _Entry) -> _Description | None:
-    """Return None if the file is not a model."""
+def _describe(entry: _Entry, check_tensors: bool) -> _Result:
     try:
         if entry.kind == "folder":
             return _describe_directory(entry.path)
-        return _describe_gguf(entry, read_metadata(entry.path, KEYS))
+        described = _describe_gguf(entry, read_metadata(entry.path, KEYS))
+        if described is not None and check_tensors:
+            check_model(entry.path)
+        return described
     except ConfigError as error:
-        _warn_once(str(error))
-        return None
+        return str(error)
 
 
 def _describe_gguf(entry: _Entry, metadata: Mapping[str, Value]) -> _Description | None:
+    """Return None if the file is not a model."""
     architecture = metadata.get("general.architecture")
     if architecture in NOT_MODELS or metadata.get("general.type", "model") != "model":
         return None

@@ -1,4 +1,4 @@
-"""Reads grammars in GBNF, the syntax of llama.cpp.
+"""Reads grammars in GBNF, the syntax of llama.cpp, with the escapes of XGrammar.
 
     grammar  := (name "::=" options)*                 the reply is that of the rule `root`
     options  := sequence ("|" sequence)*
@@ -24,7 +24,7 @@ ROOT = "root"
 Ranges = tuple[tuple[int, int], ...]
 """Sorted ranges of characters that do not overlap or touch."""
 ANY: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
-ESCAPES = {"n": "\n", "r": "\r", "t": "\t"}
+ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "e": "\x1b", "0": "\0"}
 _IS_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _TOKEN = re.compile(
     r'(?P<space>(?:\s|#[^\n]*)+)|(?P<name>[\w-]+)|(?P<define>::=)|(?P<text>"(?:[^"\\]|\\.)*")'
@@ -33,7 +33,8 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _CHARACTER = re.compile(
-    r"\\x([0-9A-Fa-f]{2})|\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})|\\([nrt\"\\\[\]-])|([^\\])", re.DOTALL
+    r"\\x([0-9A-Fa-f]{2})|\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})|\\([nrtbfave0\"'?/\\\[\](){}|^$.*+-])|([^\\])",
+    re.DOTALL,
 )
 
 
@@ -179,6 +180,8 @@ class _Parser:
             return self._class(text[1:-1])
         if text == ".":
             return Chars(ANY)
+        if kind == "define":
+            raise self._error("'::=' must follow the name of a rule")
         if text != "(":
             raise self._error(f"unexpected {quote_value(text)}")
         inner = self._options(depth + 1)

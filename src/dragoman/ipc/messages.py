@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dragoman.core.engine import Engine, ModelInfo
+from dragoman.core.engine import Engine, ModelInfo, list_models
 from dragoman.core.errors import (
     DECODE_ERRORS,
     ConfigError,
@@ -109,7 +109,7 @@ class EngineInfo(ProcessMessage, frozen=True):
     @classmethod
     def of(cls, engine: Engine) -> "EngineInfo":
         return cls(
-            models=tuple(engine.models()),
+            models=list_models(engine),
             supports=engine.supports(),
             device=engine.device,
             slots=engine.slots,

@@ -28,7 +28,7 @@ from functools import partial
 from dragoman.config.aliases import AliasTable
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Settings
-from dragoman.core.engine import Engine, ModelInfo, ask_models, check_engine_class, known_models
+from dragoman.core.engine import Engine, ModelInfo, ask_models, check_engine, check_engine_class, known_models
 from dragoman.core.errors import BadRequest, ConfigError, ModelNotFound, NotSupported
 from dragoman.engines import DEFAULT_ENGINE, DIRECTORY_ENGINE, engine_class
 from dragoman.files.discovery import DiscoveredModel, Discovery
@@ -66,6 +66,8 @@ class Catalog:
         """Lower-case names of configured models, by the path of their file."""
         self._scanned_at = -math.inf
         self._scan_task: asyncio.Task[None] | None = None
+        self._reported_paths: set[str] = set()
+        """Damaged files in the models folder that the log has named."""
         self._own_engines = [(engine, self._add_own_engine(engine, settings)) for engine in engines]
         self._own_names: list[str] = []
         self._set_own_models([(host, known_models(engine)) for engine, host in self._own_engines])
@@ -76,6 +78,7 @@ class Catalog:
 
     def _add_own_engine(self, engine: Engine, settings: Settings) -> ModelHost:
         """Add an engine passed by the caller; it stays under every configuration."""
+        check_engine(engine)
         check_engine_class(type(engine))
         infos = known_models(engine)
 
@@ -188,7 +191,7 @@ class Catalog:
             model = self._lookup(key)
             if model is not None:
                 return model
-        raise ModelNotFound(self._not_found_message(name), param="model")
+        raise ModelNotFound(self._not_found_message(name.strip() or self.default or ""), param="model")
 
     def fallbacks(self, model: ServedModel) -> Iterator[ServedModel]:
         """Yield the chain of fallback models, up to the first one that is missing."""
@@ -231,17 +234,27 @@ class Catalog:
             is_stale = True
             while is_stale:
                 discovery = self.discovery
-                paths = await asyncio.to_thread(_scan_folders, discovery, self._settings.models)
+                paths = await asyncio.to_thread(scan_folders, discovery, self._settings.models)
                 # A new configuration may have replaced the folders during the scan.
                 is_stale = discovery is not self.discovery
             self._configured_paths = paths
             self._scanned_at = time.monotonic()
+            self._report_problems()
             current = {found.path for found in self.discovery.found.values()} - set(paths)
             for path in [path for path in self._folder_models if path not in current]:
                 host = self._folder_models.pop(path).host
                 self.lifecycle.feed(ModelRemoved(host.key, "its file has left the models folder"))
         finally:
             self._scan_task = None
+
+    def _report_problems(self) -> None:
+        """Log each damaged file once. Those that the configuration names are reported before the start."""
+        found = self.discovery.problems
+        problems = {path: problem for path, problem in found.items() if path not in self._configured_paths}
+        for path, problem in problems.items():
+            if path not in self._reported_paths:
+                log.warning("not served: %s", problem)
+        self._reported_paths = set(problems)
 
     def describe_models(self) -> list[dict[str, str]]:
         """Return each model with its engine and its device, as far as they are known before it is loaded."""
@@ -313,7 +326,7 @@ class Catalog:
         message = f"model {shown!r} is not served here; "
         message += f"did you mean {' or '.join(similar)}? " if similar else ""
         message += f"models: {listed or 'none'} (aliases: {', '.join(self._aliases.targets) or 'none'})."
-        target = self.default
+        target = next(iter(names), None) if self.default == name else self.default
         if EMBEDDING in name.lower():
             target = next((model.name for model in self.list_models() if model.is_embedding_model), target)
         pattern = name if ALIAS.fullmatch(name) else "NAME"
@@ -348,7 +361,7 @@ def _folder_spec(found: DiscoveredModel, settings: Settings) -> ModelSpec:
     return ModelSpec(found.name, engine, found.path).with_layout(settings.layout)
 
 
-def _scan_folders(discovery: Discovery, specs: Sequence[ModelSpec]) -> dict[str, str]:
+def scan_folders(discovery: Discovery, specs: Sequence[ModelSpec]) -> dict[str, str]:
     """Scan the folders and return the lower-case names of configured models by the path of their files."""
     discovery.scan()
     paths = {}

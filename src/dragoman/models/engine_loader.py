@@ -19,7 +19,7 @@ from dragoman.config.model_spec import ModelSpec
 from dragoman.config.quantities import format_size
 from dragoman.config.settings import Limits
 from dragoman.core.daemon_thread import run_in_daemon_thread
-from dragoman.core.engine import Engine, call_engine, start_engine
+from dragoman.core.engine import Engine, call_engine, list_models, start_engine
 from dragoman.core.errors import ConfigError, DragomanError, ModelFailed
 from dragoman.engines import engine_class
 from dragoman.files import sources
@@ -156,7 +156,7 @@ class EngineLoader:
         try:
             self._loading = engine = await self._build(self.lose_engine)
             await start_engine(engine)
-            for info in engine.models():
+            for info in list_models(engine):
                 get_format(info.format)
         except (Exception, asyncio.CancelledError):
             if self._loading is not None:

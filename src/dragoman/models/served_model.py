@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from dragoman.config.model_spec import NO_DEFAULTS, ModelSpec
-from dragoman.core.engine import ModelInfo
+from dragoman.core.engine import ModelInfo, list_models
 from dragoman.core.errors import ConfigError, DragomanError
 from dragoman.core.features import Feature
 from dragoman.files import sources
@@ -111,7 +111,7 @@ class ServedModel:
 
     @property
     def _engine_models(self) -> "list[ModelInfo]":
-        return list(self.host.engine.models()) if self.host.engine else []
+        return list(list_models(self.host.engine)) if self.host.engine else []
 
     @property
     def info(self) -> ModelInfo:
@@ -137,7 +137,7 @@ class ServedModel:
             engine = await self.host.ready()
         except DragomanError:
             return [self]
-        return [ServedModel(info.name, self.host, self.spec) for info in engine.models()]
+        return [ServedModel(info.name, self.host, self.spec) for info in list_models(engine)]
 
     @property
     def is_embedding_model(self) -> bool:

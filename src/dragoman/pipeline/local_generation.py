@@ -11,7 +11,7 @@ from contextlib import aclosing
 import msgspec
 
 from dragoman.core.delivery import pull_events
-from dragoman.core.engine import Engine, describe_engine
+from dragoman.core.engine import Engine, check_engine, describe_engine, list_models
 from dragoman.core.errors import BadRequest
 from dragoman.core.events import Event, Listener
 from dragoman.core.ids import new_id
@@ -59,7 +59,7 @@ class LocalGeneration:
     async def _run(self, request: GenerationRequest, on_events: pipeline.OnEvents) -> None:
         engine = self._engine
         await describe_engine(engine)
-        model = request.model or next((info.name for info in engine.models()), "")
+        model = request.model or next((info.name for info in list_models(engine)), "")
         request = msgspec.structs.replace(request, id=request.id or new_id("gen-"), model=model)
         pipeline.check_features(model, request.asked, engine.supports(), strict=False)
         slots = EngineSlots(engine.slots)
@@ -88,4 +88,5 @@ def generate(engine: Engine, request: GenerationRequest) -> LocalGeneration:
     Await the result for the whole reply, or iterate over it for the events. Concurrent calls do not share the engine's
     slots; several choices of one request do.
     """
+    check_engine(engine)
     return LocalGeneration(engine, request)

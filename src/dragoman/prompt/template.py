@@ -167,8 +167,8 @@ class ChatTemplate:
             raise _TemplateRejectedError(EngineFailed(f"the model's chat template failed: {message}")) from error
 
     def _render(self, messages: Sequence[JsonDict], tools: Sequence[JsonDict] | None, values: Mapping[str, Any]) -> str:
-        fixed = {"messages": messages, "tools": tools, "add_generation_prompt": True}
-        return self._compiled.template.render({**values, **fixed, **self._tokens})
+        fixed = {"messages": messages, "tools": tools}
+        return self._compiled.template.render({"add_generation_prompt": True, **values, **fixed, **self._tokens})
 
     def _render_example(
         self, messages: Sequence[JsonDict], tools: Sequence[JsonDict] | None, values: Mapping[str, Any]

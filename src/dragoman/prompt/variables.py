@@ -4,6 +4,7 @@ enable_thinking, thinking      from a switch or an effort
 reasoning_effort               none, minimal, low, medium, high, if the template supports the level
 date_string                    today, for templates that would otherwise print the date of their release
 documents                      the documents of the request
+add_generation_prompt          whether the prompt ends with what comes before a reply
 other                          options of the request that the operator allows
 """
 
@@ -34,8 +35,10 @@ def build_variables(
     values |= _thinking_variables(request.thinking, compiled, capabilities) | options
     if request.documents:
         values["documents"] = list(request.documents)
+    values["add_generation_prompt"] = request.add_generation_prompt
     known = {name: value for name, value in values.items() if name in compiled.variables}
-    lost = [f"chat_template_kwargs.{name}" for name in options if name not in known]
+    lost = [] if request.add_generation_prompt or "add_generation_prompt" in known else ["add_generation_prompt"]
+    lost += [f"chat_template_kwargs.{name}" for name in options if name not in known]
     lost += ["documents"] if request.documents and "documents" not in known else []
     return known, (*_ignored_thinking_params(request, known, thinks), *lost)
 

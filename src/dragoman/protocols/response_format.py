@@ -5,13 +5,15 @@
     schema          := json_schema | guided_json | structured_outputs.json             an object or JSON text
     regex           := regex | guided_regex | structured_outputs.regex
     choice          := guided_choice | structured_outputs.choice
-    grammar         := grammar | guided_grammar | structured_outputs.grammar           in Lark or GBNF
+    grammar         := grammar | guided_grammar | ebnf | structured_outputs.grammar    in Lark or GBNF
 
 Rules
 1. A request sets at most one constraint, even if two would agree.
 2. A field that is null or false is ignored; text must not be empty.
+3. `ebnf` is SGLang's. XGrammar, which reads it there, allows more than two digits after `\\x`; they are refused here.
 """
 
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -22,6 +24,7 @@ from dragoman.core.features import Feature
 from dragoman.core.request import Asked, Constraint, Grammar, JsonObject, JsonSchema, OneOf, Regex
 from dragoman.protocols import json_body
 
+LONG_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*(\\x[0-9A-Fa-f]{3,12})")
 Choices = Annotated[list[str], msgspec.Meta(min_length=1)]
 Schema = dict[str, Any]
 T = TypeVar("T")
@@ -61,6 +64,7 @@ class ConstraintFields(msgspec.Struct, frozen=True):
     structured_outputs: StructuredOutputs | None = None
     regex: str | None = None
     grammar: str | None = None
+    ebnf: str | None = None
     structural_tag: Any = None
 
 
@@ -90,6 +94,13 @@ def decode(parsed: dict[str, Any], asked: list[Asked]) -> Constraint | None:
     return next(iter(constraints.values()), None)
 
 
+def _ebnf(value: str, path: str) -> Constraint:
+    if found := LONG_ESCAPE.search(value):
+        problem = f"{found[1]} has more than two digits; write \\u and four digits, or \\U and eight"
+        raise BadRequest(f"{path}: {problem}", param=path)
+    return Grammar(value)
+
+
 def _schema(value: Any, path: str) -> Constraint:
     return JsonSchema(json_body.parse_text(value, path) if isinstance(value, str) else value, path=path)
 
@@ -100,6 +111,7 @@ DECODERS: dict[str, Callable[[Any, str], Constraint]] = {
     **dict.fromkeys(("guided_choice", "structured_outputs.choice"), lambda value, path: OneOf(tuple(value))),
     **dict.fromkeys(("guided_regex", "structured_outputs.regex", "regex"), lambda value, path: Regex(value)),
     **dict.fromkeys(("guided_grammar", "structured_outputs.grammar", "grammar"), lambda value, path: Grammar(value)),
+    "ebnf": _ebnf,
 }
 
 

@@ -1,9 +1,9 @@
 """Requests and replies of the tokenize, detokenize and render endpoints, named as in llama.cpp's server and vLLM.
 
-    tokenize := (content | prompt) [parse_special, add_special] | the fields of a chat
+    tokenize := (content | prompt) [parse_special, add_special] | the fields of a chat [add_generation_prompt]
                 [with_pieces, return_token_strs]
 
-The tokens of a chat are those of its prompt.
+The tokens of a chat are those of its prompt. Without `add_generation_prompt` they end with the last message.
 """
 
 from collections.abc import Sequence
@@ -31,12 +31,13 @@ class TokenizeFields(msgspec.Struct, frozen=True):
     add_special_tokens: bool | None = None
     with_pieces: bool | None = None
     return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
 
 
 SPECIAL_FIELDS = ("add_special", "add_special_tokens")
 TEXTS_FIELDS = ("with_pieces", "return_token_strs")
-CHAT_DEFAULTS = {"add_generation_prompt": True, "continue_final_message": False}
-"""vLLM's fields for what a chat always does here."""
+CHAT_DEFAULTS = dict.fromkeys(("continue_final_message", "parse_special", *SPECIAL_FIELDS), False)
+"""Fields that have no effect on a chat. The template decides about special tokens."""
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True):
@@ -67,26 +68,31 @@ def decode_tokenize(body: bytes) -> TokenizeRequest:
     if parsed.get("messages") is not None:
         if fields.content is not None or fields.prompt is not None:
             raise BadRequest("messages: only one of content, prompt and messages is allowed", param="messages")
-        chat_request = _decode_chat(parsed)
+        chat_request = _decode_chat(parsed, fields)
         return TokenizeRequest(fields, chat_request, (*chat_request.asked, *asked))
     if fields.content is None and fields.prompt is None:
         raise json_body.missing_field("content")
     asked += [Asked(Feature.ADD_SPECIAL, name) for name in SPECIAL_FIELDS if getattr(fields, name)]
-    asked += [Asked(Feature.UNKNOWN, name) for name in json_body.unknown_fields(parsed, TokenizeFields)]
+    unknown = json_body.unknown_fields(parsed, TokenizeFields)
+    unknown += ["add_generation_prompt"] if fields.add_generation_prompt is not None else []
+    asked += [Asked(Feature.UNKNOWN, name) for name in unknown]
     return TokenizeRequest(fields, None, tuple(asked))
 
 
-def _decode_chat(parsed: dict[str, Any]) -> GenerationRequest:
-    """Decode the other fields as those of a chat, in which fields about special tokens are unknown: the template
-    decides about these."""
-    without_effect = CHAT_DEFAULTS | dict.fromkeys(("parse_special", *SPECIAL_FIELDS), False)
-    return chat.decode_fields(
+def _decode_chat(parsed: dict[str, Any], fields: TokenizeFields) -> GenerationRequest:
+    """Decode the other fields as those of a chat."""
+    own = (*TEXTS_FIELDS, "add_generation_prompt")
+    decoded = chat.decode_fields(
         {
             name: value
             for name, value in parsed.items()
-            if name not in TEXTS_FIELDS and not (name in without_effect and value is without_effect[name])
+            if name not in own and not (name in CHAT_DEFAULTS and value is CHAT_DEFAULTS[name])
         }
     )
+    if fields.add_generation_prompt is not False:
+        return decoded
+    asked = (*decoded.asked, Asked(Feature.GENERATION_PROMPT, "add_generation_prompt"))
+    return msgspec.structs.replace(decoded, add_generation_prompt=False, asked=asked)
 
 
 def decode_detokenize(body: bytes) -> DetokenizeRequest:

@@ -10,7 +10,7 @@ import msgspec
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
-from dragoman.config.loading import Flags, load_settings
+from dragoman.config.loading import Flags, load_settings, with_absolute_paths
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Limits, Settings
 from dragoman.core.engine import Engine
@@ -58,15 +58,24 @@ def _parse_cpus(text: str) -> float:
 def application(settings: Settings, *, entrance_cpus: float = 0.0) -> serve.Application:
     """Build the application for `serve.run`. `entrance_cpus` is what Ray reserves for the entrance: by default nothing,
     because an entrance without a free CPU would never start."""
+    # Replicas have another working directory.
+    settings = with_absolute_paths(settings)
     # The deployments define the models and how long they stay.
     fixed = msgspec.structs.replace(settings, models_dir=(), memory=None, keep_alive=math.inf)
     deployed: list[ModelSpec] = []
+    names: dict[str, str] = {}
+    """The deployment of each model. Models with the same engine share one."""
     for spec in settings.models:
-        is_shared = any(other.can_share_engine(spec) for other in deployed)
-        if not is_shared and not engine_class(spec.engine).runs_elsewhere:
+        if engine_class(spec.engine).runs_elsewhere:
+            continue
+        other = next((other for other in deployed if other.can_share_engine(spec)), None)
+        if other is None:
+            # Deployment names allow fewer characters; the number keeps them unique.
+            names[spec.name] = f"model-{len(deployed)}-{re.sub(r'[^A-Za-z0-9._-]', '-', spec.name)}"
             deployed.append(spec)
-    # Deployment names allow fewer characters; the number keeps them unique.
-    names = {spec.name: f"model-{at}-{re.sub(r'[^A-Za-z0-9._-]', '-', spec.name)}" for at, spec in enumerate(deployed)}
+        else:
+            # On the machine of the entrance they may not seem to have the same file.
+            names[spec.name] = names[other.name]
 
     def build() -> RequestIdMiddleware:
         return RequestIdMiddleware(_build_app(fixed, names))

@@ -23,7 +23,7 @@ from ray.serve.exceptions import RayServeException
 
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Limits
-from dragoman.core.engine import ModelInfo, start_engine, stream_events
+from dragoman.core.engine import ModelInfo, list_models, start_engine, stream_events
 from dragoman.core.errors import ENCODE_ERRORS, BadRequest, DragomanError, EngineDied, Unavailable, engine_failure
 from dragoman.core.events import Event, Listener, Started, notify
 from dragoman.core.request import GenerationRequest
@@ -59,7 +59,7 @@ class Replica:
         self._lost_reason: str | None = None
         self._engine = await local_engine(spec, limits, self._note_lost)
         await start_engine(self._engine)
-        for info in self._engine.models():
+        for info in list_models(self._engine):
             get_format(info.format)
 
     def _note_lost(self, reason: str) -> None:

@@ -21,7 +21,9 @@ from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class
 from dragoman.engines.llama.hardware import cpus
 from dragoman.engines.llama.options import AUTO_LAYOUT_WARNING
+from dragoman.files.discovery import Discovery
 from dragoman.files.gguf import check_model
+from dragoman.models.catalog import scan_folders
 from dragoman.server.auth.jwt import JwtVerifier
 from dragoman.server.http.server import bind_sockets, tls_context
 from dragoman.server.routes import build_routes
@@ -156,6 +158,14 @@ def find_exposure(settings: Settings) -> list[Diagnostic]:
         "or allow all callers with --anonymous"
     )
     return [Diagnostic("host", message)]
+
+
+def find_damaged_files(settings: Settings) -> list[Diagnostic]:
+    """Return a warning for each damaged file in the models directories. The server logs the same when it starts."""
+    discovery = Discovery(settings.folders)
+    configured = scan_folders(discovery, settings.models)
+    problems = (problem for path, problem in discovery.problems.items() if path not in configured)
+    return [Diagnostic("models_dir", f"not served: {problem}", "warning") for problem in problems]
 
 
 def _has_keys(settings: Settings) -> bool:

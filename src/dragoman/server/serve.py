@@ -174,6 +174,8 @@ async def _serve(app: App, count: int) -> None:
     watcher = asyncio.create_task(_watch_models(app))
     with _signals(app, stopping, forced, server):
         try:
+            # Damaged files are reported before the server says that it serves.
+            await app.catalog.scan()
             await server.run(stopping, lambda: _log_address(app, port))
             app.stop_requests()
             server.announce_stop()
@@ -276,8 +278,11 @@ async def _preload(app: App, stop: Callable[[], None]) -> None:
     """Load the default model before the first request. If it is the only one and fails, stop the server."""
     try:
         host = (await app.catalog.find("")).host
-    except ModelNotFound:
-        log.info("no models found; models added to the models folder are served")
+    except ModelNotFound as error:
+        if app.catalog.default is None:
+            log.info("no models found; models added to the models folder are served")
+        else:
+            log.error("the default model is missing: %s", error.message)
         return
     try:
         await _wait_until_loaded(host)

@@ -179,9 +179,7 @@ class _Generation:
         exchange.meter.note(choice, events, timer.last_progress)
         first, last = events[0], events[-1]
         if type(first) is Started and first.ignored:
-            if self._app.is_strict(exchange):
-                raise unsupported_parameter(exchange.record.model or "", first.ignored[0])
-            response.ignore(first.ignored)
+            ignore(self._app, exchange, first.ignored)
         if type(last) is Finished:
             for warning in last.warnings:
                 response.warn(warning)
@@ -215,6 +213,13 @@ async def find_model(
     if info.ignored:
         exchange.response.ignore(info.ignored)
     return info
+
+
+def ignore(app: BaseApp, exchange: HttpExchange, params: tuple[str, ...]) -> None:
+    """Report parameters that the engine found to have no effect. In strict mode that is an error."""
+    if app.is_strict(exchange):
+        raise unsupported_parameter(exchange.record.model or "", params[0])
+    exchange.response.ignore(params)
 
 
 def http_fields(exchange: HttpExchange, decoded: GenerationRequest, info: LeaseInfo) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dragoman.protocols import tokenize as wire_tokens
 from dragoman.protocols.messages import server as messages
 from dragoman.protocols.registry import PROTOCOLS
 from dragoman.server.app import App
-from dragoman.server.handlers.generation import find_model, http_fields
+from dragoman.server.handlers.generation import find_model, http_fields, ignore
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LeaseInfo
 from dragoman.server.request_timer import stall_error
@@ -22,14 +22,17 @@ from dragoman.server.request_timer import stall_error
 async def render(app: App, exchange: HttpExchange) -> None:
     decoded = await exchange.read_body(app.settings.limits, PROTOCOLS["chat"].decode)
     async with _engine(app, exchange, decoded.model, decoded.asked, decoded.extra) as (engine, info):
-        shown = await _render(engine, _complete(decoded, exchange, info))
+        shown = await _render(app, exchange, engine, _complete(decoded, exchange, info))
     await exchange.response.send_json(wire_tokens.encode_prompt(info.model, shown.text, shown.tokens, shown.format))
 
 
-async def _render(engine: Engine, request: GenerationRequest) -> RenderedPrompt:
+async def _render(app: App, exchange: HttpExchange, engine: Engine, request: GenerationRequest) -> RenderedPrompt:
     if Feature.RENDER not in engine.supports():
         raise NotSupported(f"model '{request.model}' cannot show its prompts")
-    return await call_engine(engine.render, request)
+    rendered = await call_engine(engine.render, request)
+    if rendered.ignored:
+        ignore(app, exchange, rendered.ignored)
+    return rendered
 
 
 async def chat_count(app: App, exchange: HttpExchange) -> None:
@@ -48,7 +51,7 @@ async def count_prompt(app: App, exchange: HttpExchange, decoded: GenerationRequ
         if Feature.COUNT_TOKENS in engine.supports():
             return await call_engine(engine.count_tokens, request)
         if Feature.RENDER in engine.supports():
-            return len((await call_engine(engine.render, request)).tokens)
+            return len((await _render(app, exchange, engine, request)).tokens)
         raise NotSupported(f"model '{info.model}' does not count its tokens")
 
 
@@ -59,7 +62,7 @@ def _complete(decoded: GenerationRequest, exchange: HttpExchange, info: LeaseInf
 async def tokenize(app: App, exchange: HttpExchange) -> None:
     decoded = await exchange.read_body(app.settings.limits, wire_tokens.decode_tokenize)
     async with _engine(app, exchange, decoded.fields.model or "", decoded.asked) as (engine, info):
-        tokens = await _tokenize(engine, info, decoded, exchange)
+        tokens = await _tokenize(app, exchange, engine, info, decoded)
         wants_texts = decoded.asks_for(Feature.TOKEN_TEXTS) and Feature.TOKEN_TEXTS in engine.supports()
         texts = await call_engine(engine.token_texts, tokens) if wants_texts else None
         context = engine.model_info(info.model).context
@@ -67,10 +70,10 @@ async def tokenize(app: App, exchange: HttpExchange) -> None:
 
 
 async def _tokenize(
-    engine: Engine, info: LeaseInfo, decoded: wire_tokens.TokenizeRequest, exchange: HttpExchange
+    app: App, exchange: HttpExchange, engine: Engine, info: LeaseInfo, decoded: wire_tokens.TokenizeRequest
 ) -> Sequence[int]:
     if decoded.chat is not None:
-        return (await _render(engine, _complete(decoded.chat, exchange, info))).tokens
+        return (await _render(app, exchange, engine, _complete(decoded.chat, exchange, info))).tokens
     _check_tokenizer(engine, info.model)
     adds_special = decoded.asks_for(Feature.ADD_SPECIAL) and Feature.ADD_SPECIAL in engine.supports()
     method = engine.tokenize_text if adds_special else engine.tokenize
