@@ -83,6 +83,8 @@ class Storage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blobs: Word | None = None
     """The directory of files and large bodies; None means one beside the database. Servers that share a database must
     share it too; other databases must not use it."""
+    file_bytes: Count = 512 * 1024 * 1024
+    """The largest file that may be uploaded."""
     keep: Keep = Keep()
 
 

@@ -59,6 +59,7 @@ def _keep_fixed_settings(loaded: Settings, initial: Settings) -> tuple[Settings,
 class App(BaseApp):
     telemetry: TelemetryRecorder
     responses: MemoryResponseStore
+    files: FileStore
 
     def __init__(
         self,

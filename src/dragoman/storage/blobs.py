@@ -120,6 +120,14 @@ class BlobStore:
             return False
         return True
 
+    def open(self, digest: str) -> BinaryIO:
+        try:
+            return self.path(digest).open("rb", buffering=0)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            message = f"the file cannot be read now ({reason}); try again later"
+            raise StorageUnavailable(message, retry_after=RETRY_SECONDS) from error
+
     def delete(self, digest: str) -> None:
         """Remove a content that is not in use. An upload of the same content at this moment must look whether its
         file is still there once the database knows it."""

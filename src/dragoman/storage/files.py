@@ -14,13 +14,14 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, select, tuple_
 
 from dragoman.core.errors import StorageUnavailable
 from dragoman.core.ids import new_id
+from dragoman.protocols.files import BINARY, FileEntry, Order
 from dragoman.storage.blobs import RETRY_SECONDS, Blob, BlobStore
 from dragoman.storage.database import Database
 from dragoman.storage.tables import files
@@ -28,24 +29,14 @@ from dragoman.storage.tables import files
 PREFIX = "file-"
 ID = re.compile(rf"{PREFIX}[0-9a-f]+")
 """Postgres refuses NUL characters in text."""
-BINARY = "application/octet-stream"
 EXPIRY_SECONDS, SWEEP_SECONDS = 60.0, 3600.0
 """The pauses between two runs of the jobs."""
 GROUP = 200
 """Rows of one statement that removes expired files."""
 
-Order = Literal["asc", "desc"]
 
-
-class StoredFile(msgspec.Struct, frozen=True):
-    id: str
+class StoredFile(FileEntry, frozen=True, kw_only=True):
     principal: str
-    created: float
-    expires: float
-    name: str
-    purpose: str
-    media_type: str
-    size: int
     digest: str
 
 
@@ -91,7 +82,15 @@ class FileStore:
         if expires is None:
             expires = now + self._keep_seconds
         file = StoredFile(
-            new_id(PREFIX), principal, now, expires, name, purpose, media_type, size=blob.size, digest=blob.digest
+            id=new_id(PREFIX),
+            principal=principal,
+            created=now,
+            expires=expires,
+            name=name,
+            purpose=purpose,
+            media_type=media_type,
+            size=blob.size,
+            digest=blob.digest,
         )
         row = msgspec.structs.asdict(file) | {"name": name.encode()}
 
