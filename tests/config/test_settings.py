@@ -480,11 +480,11 @@ def test_unreadable_files(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("written", "address", "blobs"),
     [
-        ("storage: state.db", "{here}/state.db", "{here}/blobs"),
-        ("storage: memory", "memory", "{home}/blobs"),
-        ("storage: postgresql://ann@host/db", "postgresql://ann@host/db", "{home}/blobs"),
+        ("storage: state.db", "{here}/state.db", "{here}/state.db-blobs"),
+        ("storage: postgresql://ann@host/db", "postgresql://ann@host/db", "{home}/db-blobs"),
         ("storage: {blobs: big}", "{home}/dragoman.db", "{here}/big"),
-        ("", "{home}/dragoman.db", "{home}/blobs"),
+        ("", "{home}/dragoman.db", "{home}/dragoman.db-blobs"),
+        ("storage: {address: memory, blobs: big}", "memory", "{here}/big"),
     ],
 )
 def test_storage_is_an_address_or_a_section(

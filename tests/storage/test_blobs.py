@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from dragoman.config.sections import Storage
 from dragoman.core.errors import StorageUnavailable
-from dragoman.storage.blobs import ORPHAN_SECONDS, BlobStore
+from dragoman.storage.blobs import ORPHAN_SECONDS, BlobStore, open_blobs
 
 
 def test_equal_contents_are_stored_once(tmp_path: Path) -> None:
@@ -28,14 +29,28 @@ def test_abandoned_content_leaves_nothing(tmp_path: Path) -> None:
 def test_sweep_removes_old_leftovers_only(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     used, unused, fresh = (store.add(content).digest for content in (b"used", b"unused", b"fresh"))
-    leftover = tmp_path / "new" / "leftover"
-    leftover.write_bytes(b"half")
+    leftover = tmp_path / "new" / ("0" * 24)
+    others = [tmp_path / "new" / "mail", tmp_path / "ab" / "letter"]
+    (tmp_path / "ab").mkdir(exist_ok=True)
+    for path in (leftover, *others):
+        path.write_bytes(b"half")
     old = time.time() - ORPHAN_SECONDS - 1
-    for path in (store.path(used), store.path(unused), leftover):
+    for path in (store.path(used), store.path(unused), leftover, *others):
         os.utime(path, (old, old))
     assert store.sweep({used}) == 2
     assert [store.path(digest).exists() for digest in (used, unused, fresh)] == [True, False, True]
     assert not leftover.exists()
+    assert all(path.exists() for path in others)
+
+
+def test_contents_of_a_database_in_memory_are_temporary() -> None:
+    first, second = open_blobs(Storage()), open_blobs(Storage())
+    assert first.directory != second.directory
+    path = first.path(first.add(b"hello").digest)
+    assert path.exists()
+    first.close()
+    assert not first.directory.exists()
+    second.close()
 
 
 def test_content_that_does_not_fit_is_unavailable(tmp_path: Path) -> None:

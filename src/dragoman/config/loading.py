@@ -9,7 +9,7 @@
     default, models_dir, models_yaml, require_model, errors, reasoning_fields, memory, keep_alive, turn_seconds, layout,
     host, port, socket, api_keys, strict, event_log, hosts, proxies, limits, workers, grace_seconds, drain_seconds,
     protocols,
-    storage  := ADDRESS | {address: ADDRESS, blobs: DIRECTORY, keep: {responses: TIME, ...}}
+    storage  := ADDRESS | {address: ADDRESS, blobs: DIRECTORY, file_bytes: SIZE, keep: {responses: TIME, ...}}
     keys, telemetry, cors, tls             see `sections`
 
 Rules
@@ -197,7 +197,8 @@ def _read_storage(file: ConfigFile, value: Any) -> dict[str, Any]:
     section = {"address": value} if isinstance(value, str) else file.get_mapping({"storage": value}, "storage")
     keep = file.get_mapping(section, "keep")
     times = {name: file.parse(time, parse_duration, f"storage.keep.{name}") for name, time in keep.items()}
-    return {"address": default_address()} | section | {"keep": times}
+    size = file.parse(section.get("file_bytes"), parse_size, "storage.file_bytes")
+    return {"address": default_address()} | section | {"file_bytes": size, "keep": times}
 
 
 def _check_texts(file: ConfigFile, settings: Settings) -> None:

@@ -81,8 +81,10 @@ class Storage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     address: Word = MEMORY
     """`memory`, the path of an SQLite file, or postgresql://USER:PASSWORD@HOST:PORT/NAME."""
     blobs: Word | None = None
-    """The directory of files and large bodies; None means `blobs` beside the database. Servers that share a database
-    must share it too."""
+    """The directory of files and large bodies; None means one beside the database. Servers that share a database must
+    share it too; other databases must not use it."""
+    file_bytes: Count = 512 * 1024 * 1024
+    """The largest file that may be uploaded."""
     keep: Keep = Keep()
 
 

@@ -11,6 +11,16 @@ SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 Word = Annotated[str, msgspec.Meta(min_length=1)]
 ReasoningField = Literal["reasoning_content", "reasoning", "thought"]
 RouteScope = Literal[
-    "chat", "completions", "messages", "responses", "embeddings", "rerank", "models", "tokens", "stats", "admin"
+    "chat",
+    "completions",
+    "messages",
+    "responses",
+    "embeddings",
+    "rerank",
+    "files",
+    "models",
+    "tokens",
+    "stats",
+    "admin",
 ]
 """What a key may be allowed to use."""

@@ -184,10 +184,11 @@ def _count_keys(root: object) -> int:
     raise BadRequest(_TOO_DEEP)
 
 
-def convert(parsed: Any, kind: type[T], path: str = "") -> T:
-    """Convert a value to a type, usually a struct; `path` is the path of the value within the body."""
+def convert(parsed: Any, kind: type[T], path: str = "", *, strict: bool = True) -> T:
+    """Convert a value to a type, usually a struct; `path` is the path of the value within the body. Without `strict`,
+    text may be a number."""
     try:
-        return msgspec.convert(parsed, kind)
+        return msgspec.convert(parsed, kind, strict=strict)
     except msgspec.ValidationError as error:
         inner, message = parse_validation_error(error)
         message = truncate(message, MAX_VALUE + MAX_PREFIX)

@@ -20,8 +20,9 @@ from dragoman.server.base_app import BaseApp, Route, RouteTable
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LocalModelLease
 from dragoman.server.telemetry.recorder import TelemetryRecorder, without_secrets
-from dragoman.storage.blobs import BlobStore, blob_directory
+from dragoman.storage.blobs import open_blobs
 from dragoman.storage.database import Database
+from dragoman.storage.files import EXPIRY_SECONDS, SWEEP_SECONDS, FileStore
 from dragoman.storage.maintenance import Maintenance
 from dragoman.storage.response_store import MemoryResponseStore
 from dragoman.storage.servers import HEARTBEAT_SECONDS
@@ -58,6 +59,7 @@ def _keep_fixed_settings(loaded: Settings, initial: Settings) -> tuple[Settings,
 class App(BaseApp):
     telemetry: TelemetryRecorder
     responses: MemoryResponseStore
+    files: FileStore
 
     def __init__(
         self,
@@ -71,10 +73,13 @@ class App(BaseApp):
         self.catalog = Catalog(settings, engines, engine_factory)
         super().__init__(routes, settings, TelemetryRecorder(settings.telemetry, settings.event_log))
         self.database = Database(settings.storage.address)
-        self.blobs = BlobStore(blob_directory(settings.storage))
+        self.blobs = open_blobs(settings.storage)
+        self.files = FileStore(self.database, self.blobs, settings.storage.keep.files)
         self.maintenance = Maintenance()
         if self.database.is_shared:
             self.maintenance.add(self.database.renew_heartbeat, HEARTBEAT_SECONDS)
+        self.maintenance.add(self.files.remove_expired, EXPIRY_SECONDS)
+        self.maintenance.add(self.files.sweep, SWEEP_SECONDS)
         limits = settings.limits
         self.responses = MemoryResponseStore(
             count=limits.kept_responses, size=limits.kept_bytes, seconds=limits.kept_seconds
@@ -181,5 +186,6 @@ class App(BaseApp):
         await self.catalog.stop()
         await self.maintenance.stop()
         await asyncio.to_thread(self.database.close)
+        await asyncio.to_thread(self.blobs.close)
         self._authenticator.close()
         self.telemetry.close()

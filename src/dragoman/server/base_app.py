@@ -30,6 +30,7 @@ from dragoman.core.errors import (
     ModelLoading,
     ModelNotFound,
     NotSupported,
+    PermissionDenied,
     Unavailable,
     UpgradeRequired,
 )
@@ -47,6 +48,8 @@ from dragoman.server.http.response import Receive, Scope, Send
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import ModelLease
 from dragoman.server.telemetry.recorder import Recorder
+from dragoman.storage.blobs import BlobStore
+from dragoman.storage.files import Files
 from dragoman.storage.response_store import ResponseStore
 
 STOPPING = "the server is stopping"
@@ -104,6 +107,8 @@ class RouteTable(Generic[AppT]):
 
 class BaseApp(ABC):
     responses: ResponseStore
+    files: Files
+    blobs: BlobStore
     hooks: Hooks | None = None
     """Callables of the application that made this app."""
     identify: Identify | None = None
@@ -171,6 +176,11 @@ class BaseApp(ABC):
         if self.settings.errors == "lethean" and isinstance(shown, ModelNotFound | ModelLoading):
             shown.type = shown.code or shown.type
         return shown
+
+    def check_form(self, exchange: HttpExchange) -> None:
+        """Refuse a form that a web page of an unknown origin may have sent."""
+        if not self._cors.allows_form(exchange.headers):
+            raise PermissionDenied("this origin may not send forms without a key; `cors.origins` allows origins")
 
     def is_strict(self, exchange: HttpExchange) -> bool:
         header = exchange.headers.get(b"x-dragoman-strict")

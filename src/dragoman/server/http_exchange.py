@@ -3,14 +3,15 @@
 Rules
 1. When the client disconnects, the task that answers is cancelled.
 2. When the request is late or the server stops, the task is cancelled too, and the client gets an error.
-3. The whole body is read, within a size and a time limit, before it is decoded.
+3. The whole body is read, within a size and a time limit, before it is decoded. A body that is streamed is used while
+   it arrives; its client waits while a piece is used.
 """
 
 import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -23,6 +24,7 @@ from dragoman.core.errors import (
     ModelFailed,
     NotFound,
     TooLarge,
+    UnsupportedMedia,
 )
 from dragoman.protocols.json_body import LARGE_BODY, has_more_elements
 from dragoman.server.auth.callers import UNRESTRICTED, Caller
@@ -30,7 +32,7 @@ from dragoman.server.auth.host_user import Identify, host_principal
 from dragoman.server.http.bodies import run_in_body_thread
 from dragoman.server.http.headers import check_media_type, host_name, merge_headers
 from dragoman.server.http.response import DIRECT, Receive, Response, Scope, Send
-from dragoman.server.request_timer import RequestTimer, slow_body_error
+from dragoman.server.request_timer import STREAM_STEP, RequestTimer, slow_body_error, slow_stream_error
 from dragoman.server.response_writer import ResponseWriter
 from dragoman.server.telemetry.metrics import CLIENT_DISCONNECTED, Meter, RequestRecord
 
@@ -96,7 +98,14 @@ class HttpExchange:
         return NotFound(f"there is nothing at {self.path[:100]}{hint}")
 
     def query(self) -> dict[str, str]:
-        return dict(parse_qsl(self._scope["query_string"].decode("latin-1")))
+        return dict(self._query_pairs())
+
+    def query_list(self, name: str) -> list[str]:
+        """The values of a parameter that is sent several times, or as `name[]`."""
+        return [value for key, value in self._query_pairs() if key in (name, f"{name}[]")]
+
+    def _query_pairs(self) -> list[tuple[str, str]]:
+        return parse_qsl(self._scope["query_string"].decode("latin-1"))
 
     async def read_body(self, limits: Limits, decode: Callable[[bytes], T]) -> T:
         """Read the body and decode it; a large one is decoded in a thread."""
@@ -120,20 +129,51 @@ class HttpExchange:
         return await run_in_body_thread(decode_body) if is_large else decode_body()
 
     async def _receive_body(self, limits: Limits) -> bytes:
-        body = bytearray()
+        body, has_more = bytearray(), True
         self.timer.expect(limits.body_seconds, slow_body_error)
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                self.is_disconnected = True
-                raise asyncio.CancelledError
-            body += message.get("body", b"")
+        while has_more:
+            piece, has_more = await self._receive_piece()
+            body += piece
             if len(body) > limits.body_bytes:
                 raise self._too_large(limits)
-            if not message.get("more_body", False):
-                break
         self.timer.due = math.inf
         return bytes(body)
+
+    async def stream_body(self, limits: Limits, most: int, too_large: TooLarge) -> AsyncGenerator[bytes]:
+        """The body in pieces. A body of more than `most` bytes raises `too_large`."""
+        if self.headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise UnsupportedMedia("compressed bodies are not accepted")
+        if int(self.headers.get(b"content-length", b"0")) > most:
+            self.response.close_connection()
+            raise too_large
+        timer, size, step, has_more = self.timer, 0, STREAM_STEP, True
+        timer.expect(limits.body_seconds, slow_stream_error)
+        while has_more:
+            piece, has_more = await self._receive_piece()
+            size += len(piece)
+            if size > most:
+                self.response.close_connection()
+                raise too_large
+            if size >= step:
+                step = size + STREAM_STEP
+                timer.note_progress()
+            left, timer.due = timer.due - time.monotonic(), math.inf
+            yield piece
+            timer.due = time.monotonic() + left
+        timer.due = math.inf
+        self._is_body_read = True
+
+    async def _receive_piece(self) -> tuple[bytes, bool]:
+        """The next piece of the body, and whether more follow."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self.is_disconnected = True
+            raise asyncio.CancelledError
+        return message.get("body", b""), message.get("more_body", False)
+
+    def skip_body(self) -> None:
+        """Listen for a disconnect, as the handler does not read a body."""
+        self._is_body_read = True
 
     def _too_large(self, limits: Limits) -> TooLarge:
         self.response.close_connection()

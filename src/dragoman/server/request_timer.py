@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from dragoman.core.errors import BadRequest, DeadlineExceeded, DragomanError, EngineTimeout, RequestTimeout
 
+STREAM_STEP = 64 * 1024
+"""Bytes of a streamed body that must arrive within the time for a body."""
 TimeoutFactory = Callable[[float], DragomanError]
 """Makes the error for a step that took longer than this many seconds."""
 
@@ -61,6 +63,10 @@ class RequestTimer:
 
 def slow_body_error(seconds: float) -> DragomanError:
     return RequestTimeout(f"the body took longer than {seconds:g} s to arrive")
+
+
+def slow_stream_error(seconds: float) -> DragomanError:
+    return RequestTimeout(f"less than {STREAM_STEP // 1024} KiB of the body arrived within {seconds:g} s")
 
 
 def stall_error(seconds: float) -> DragomanError:

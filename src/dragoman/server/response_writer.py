@@ -11,10 +11,11 @@ import logging
 import math
 import re
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 
 import msgspec
 
+from dragoman.core.errors import EngineFailed
 from dragoman.protocols.wire_protocol import EVENT_STREAM, OPENAI, Family
 from dragoman.server.auth.callers import QuotaUsage
 from dragoman.server.http.headers import RawHeaders
@@ -81,6 +82,18 @@ class ResponseWriter:
         self.is_streaming = False
         self._timer.stop()
         await self.relay(status, self._headers(status, content_type, len(body)), body)
+
+    async def send_pieces(self, pieces: AsyncIterator[bytes] | None, content_type: bytes, length: int) -> None:
+        """Send a body of this length in pieces, which waits while the client does not read. None: only the headers."""
+        headers = self._headers(200, content_type, length)
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        if pieces is not None:
+            async for piece in pieces:
+                length -= len(piece)
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+            if length:
+                raise EngineFailed("a file has another size than its record")
+        await self._send({"type": "http.response.body", "body": b""})
 
     async def relay(self, status: int, headers: RawHeaders, body: bytes) -> None:
         """Send a whole response with exactly these headers."""

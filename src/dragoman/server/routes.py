@@ -15,7 +15,7 @@ from dragoman.protocols.wire_protocol import OPENAI, WireProtocol
 from dragoman.server.app import App, SettingsLoader
 from dragoman.server.auth.host_user import Identify
 from dragoman.server.base_app import METRICS_PATH, RESPONSES_PATH, Methods, Route, RouteTable, SharedRoute
-from dragoman.server.handlers import embeddings, models, responses, stats, tokens
+from dragoman.server.handlers import embeddings, files, models, responses, stats, tokens
 from dragoman.server.handlers.generation import answer
 from dragoman.server.hooks import Hooks
 
@@ -46,6 +46,7 @@ PATHS: dict[str, Methods[App]] = {
         "GET": Route(responses.no_websocket, family=OPENAI),
     },
     f"{RESPONSES_PATH}/input_tokens": {"POST": Route(responses.count, family=OPENAI)},
+    files.PATH: {"POST": SharedRoute(files.create), "GET": Route(files.list_files)},
     "/v1/embeddings": {"POST": Route(embeddings.embeddings, "emb-", OPENAI)},
     "/v1/rerank": {"POST": Route(embeddings.rerank, "rerank-", OPENAI)},
     "/tokenize": {"POST": Route(tokens.tokenize)},
@@ -65,6 +66,7 @@ PREFIX_PATHS: dict[str, Methods[App]] = {
         "DELETE": Route(responses.delete, family=OPENAI),
         "POST": Route(responses.cancel, family=OPENAI),
     },
+    f"{files.PATH}/": {"GET": SharedRoute(files.show), "DELETE": Route(files.delete)},
     f"{models.ADMIN_ROOT}/": {"POST": Route(models.change)},
 }
 

@@ -8,15 +8,21 @@ Rules
 2. Equal contents are stored once. The database knows which contents are in use.
 3. `sweep` removes what a crash left: temporary files, and contents that are not in use, once they are old enough that
    no running upload can need them.
+4. A directory belongs to one database: another one would take its contents for unused. Servers that share a database
+   share the directory. That of a database in memory is a temporary one, which `close` removes.
 """
 
 import hashlib
 import os
+import re
+import shutil
+import tempfile
 import time
 from collections.abc import Container, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Self
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -26,6 +32,8 @@ from dragoman.core.ids import new_id
 from dragoman.files.sources import home_directory
 
 NEW = "new"
+DIGEST = re.compile("[0-9a-f]{64}")
+TEMPORARY_NAME = re.compile("[0-9a-f]{24}")
 ORPHAN_SECONDS = 3600.0
 RETRY_SECONDS = 5.0
 
@@ -90,11 +98,12 @@ class BlobWriter:
 class BlobStore:
     """The methods block: call them in a thread."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, *, is_temporary: bool = False) -> None:
+        self.directory = directory
+        self._is_temporary = is_temporary
 
     def writer(self) -> BlobWriter:
-        return BlobWriter(self._directory)
+        return BlobWriter(self.directory)
 
     def add(self, content: bytes) -> Blob:
         with self.writer() as writer:
@@ -102,7 +111,22 @@ class BlobStore:
             return writer.commit()
 
     def path(self, digest: str) -> Path:
-        return blob_path(self._directory, digest)
+        return blob_path(self.directory, digest)
+
+    def has(self, digest: str) -> bool:
+        try:
+            self.path(digest).stat()
+        except OSError:
+            return False
+        return True
+
+    def open(self, digest: str) -> BinaryIO:
+        try:
+            return self.path(digest).open("rb", buffering=0)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            message = f"the file cannot be read now ({reason}); try again later"
+            raise StorageUnavailable(message, retry_after=RETRY_SECONDS) from error
 
     def delete(self, digest: str) -> None:
         """Remove a content that is not in use. An upload of the same content at this moment must look whether its
@@ -120,16 +144,34 @@ class BlobStore:
                     removed += 1
         return removed
 
+    def close(self) -> None:
+        if self._is_temporary:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
     def _files(self) -> Iterator[Path]:
-        yield from self._directory.glob("*/*")
+        """Those that are named as this class names them: the operator may have chosen a directory with other files."""
+        for path in self.directory.glob("*/*"):
+            folder, name = path.parent.name, path.name
+            if TEMPORARY_NAME.fullmatch(name) if folder == NEW else DIGEST.fullmatch(name) and name.startswith(folder):
+                yield path
+
+
+def open_blobs(settings: Storage) -> BlobStore:
+    is_temporary = settings.blobs is None and settings.address == MEMORY
+    return BlobStore(blob_directory(settings), is_temporary=is_temporary)
 
 
 def blob_directory(settings: Storage) -> Path:
-    """Beside the database, unless the settings name another one."""
+    """Beside the database, in the home directory for Postgres, unless the settings name another one."""
     if settings.blobs is not None:
         return Path(settings.blobs)
-    is_file = settings.address != MEMORY and not settings.address.startswith(POSTGRES)
-    return (Path(settings.address).parent if is_file else home_directory()) / "blobs"
+    if settings.address == MEMORY:
+        return Path(tempfile.gettempdir()) / new_id("dragoman-blobs-")
+    if settings.address.startswith(POSTGRES):
+        name = urlsplit(settings.address).path.strip("/").replace("/", "_")
+        return home_directory() / f"{name}-blobs"
+    path = Path(settings.address)
+    return path.with_name(f"{path.name}-blobs")
 
 
 def blob_path(directory: Path, digest: str) -> Path:

@@ -182,16 +182,18 @@ files = Table(
     "files",
     metadata,
     Column("id", Text, primary_key=True),
-    Column("principal", Text, nullable=False, index=True),
+    Column("principal", Text, nullable=False),
     Column("created", Time, nullable=False),
-    Column("expires", Time, index=True),
+    Column("expires", Time, nullable=False, index=True),
     Column("name", LargeBinary, nullable=False),
     Column("purpose", Text, nullable=False),
+    Column("media_type", Text, nullable=False),
     Column("size", Whole, nullable=False),
     Column("digest", Text, nullable=False, index=True),
+    Index("files_by_principal", "principal", "created", "id"),
     sqlite_strict=True,
 )
-"""`digest` names the content in the blob store."""
+"""`digest` names the content in the blob store. `name` is text in UTF-8."""
 
 batches = Table(
     "batches",

@@ -35,6 +35,7 @@ SCOPE_BY_PREFIX: tuple[tuple[str, RouteScope], ...] = (
     ("/v1/responses", "responses"),
     ("/v1/embeddings", "embeddings"),
     ("/v1/rerank", "rerank"),
+    ("/v1/files", "files"),
     ("/v1/models", "models"),
     ("/tokenize", "tokens"),
     ("/detokenize", "tokens"),

@@ -14,6 +14,7 @@ The end of the connection ends the front end. `id` is the id of a request, as in
     acquire_lease, start_lease, acquire_slot    as those of a `ModelLease`
     relay                                       the parent answers an unchanged request
     find_response, find_items, keep_response    as those of the stored responses; these belong to no request
+    add_file, find_file                         as those of the stored files
 """
 
 from typing import Any, Literal
@@ -37,6 +38,7 @@ from dragoman.ipc.messages import (
 )
 from dragoman.server.model_lease import LeaseInfo, LeaseRequest
 from dragoman.server.telemetry.metrics import RequestRecord
+from dragoman.storage.blobs import Blob
 from dragoman.storage.response_store import StoredResponse
 
 
@@ -145,6 +147,8 @@ ARGUMENTS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "find_response": msgspec.msgpack.Decoder(tuple[str, str]),
     "find_items": msgspec.msgpack.Decoder(tuple[str, tuple[str, ...]]),
     "keep_response": msgspec.msgpack.Decoder(tuple[StoredResponse]),
+    "add_file": msgspec.msgpack.Decoder(tuple[str, str, str, Blob, float | None, str]),
+    "find_file": msgspec.msgpack.Decoder(tuple[str, str]),
 }
 """The methods of the parent that a request can call, with the types of their arguments."""
 

@@ -31,6 +31,7 @@ from dragoman.server.base_app import BaseApp, Route, SharedRoute
 from dragoman.server.frontends import messages
 from dragoman.server.frontends.remote import (
     ParentConnection,
+    RemoteFiles,
     RemoteModelLease,
     RemoteQuotaLease,
     RemoteResponses,
@@ -39,6 +40,7 @@ from dragoman.server.frontends.remote import (
 from dragoman.server.http.server import HttpServer, tune_memory
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.routes import build_routes
+from dragoman.storage.blobs import BlobStore, blob_directory
 
 log = logging.getLogger("dragoman.fronts")
 
@@ -53,6 +55,8 @@ class FrontEndApp(BaseApp):
     def __init__(self, settings: Settings, parent: ParentConnection) -> None:
         super().__init__(build_routes(settings), settings, RemoteTelemetry(parent, settings))
         self.responses = RemoteResponses(parent)
+        self.files = RemoteFiles(parent)
+        self.blobs = BlobStore(blob_directory(settings.storage))
         self._parent = parent
 
     async def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Gives a front end access to the models, quotas, stored responses and telemetry of its parent."""
+"""Gives a front end access to the models, quotas, stored responses, files and telemetry of its parent."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -14,11 +14,14 @@ from dragoman.core.request import GenerationRequest
 from dragoman.ipc.engine_client import EngineClient, ProxyEngine, RemoteStream, encode_request, make_method_call
 from dragoman.ipc.framing import MessageConnection
 from dragoman.ipc.messages import Call, EngineInfo, MethodCall, PackedStep, Ping, Pong, decode_packed_step
+from dragoman.protocols.files import BINARY
 from dragoman.server.frontends import messages
 from dragoman.server.frontends.messages import LeaseReply
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LeaseInfo, LeaseRequest, ModelLease
 from dragoman.server.telemetry.metrics import Metrics, RequestRecord
+from dragoman.storage.blobs import Blob
+from dragoman.storage.files import StoredFile
 from dragoman.storage.response_store import StoredResponse
 
 T = TypeVar("T")
@@ -170,6 +173,30 @@ class RemoteResponses:
         if not item_ids:
             return {}
         return await self._parent.call_method(make_method_call("find_items", principal, item_ids), dict[str, bytes])
+
+
+class RemoteFiles:
+    """The parent's stored files. Their contents are in a directory that the front ends use themselves."""
+
+    def __init__(self, parent: ParentConnection) -> None:
+        self._parent = parent
+
+    async def add(
+        self,
+        principal: str,
+        name: str,
+        purpose: str,
+        blob: Blob,
+        expires: float | None = None,
+        media_type: str = BINARY,
+    ) -> StoredFile:
+        method_call = make_method_call("add_file", principal, name, purpose, blob, expires, media_type)
+        return await self._parent.call_method(method_call, StoredFile)
+
+    async def find(self, principal: str, file_id: str) -> StoredFile | None:
+        method_call = make_method_call("find_file", principal, file_id)
+        found: StoredFile | None = await self._parent.call_method(method_call, StoredFile | None)  # type: ignore[arg-type]
+        return found
 
 
 class RemoteTelemetry:

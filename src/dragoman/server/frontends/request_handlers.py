@@ -138,6 +138,8 @@ class RequestHandlers:
             "find_response": lambda _, *arguments: app.responses.find(*arguments),
             "find_items": self._find_items,
             "keep_response": lambda _, response: app.responses.keep(response),
+            "add_file": lambda _, *arguments: app.files.add(*arguments),
+            "find_file": lambda _, *arguments: app.files.find(*arguments),
         }
 
     def close(self) -> int:

@@ -25,6 +25,7 @@ from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain, count
+from pathlib import Path
 
 import msgspec
 
@@ -61,6 +62,7 @@ class FrontEndConnection:
         self.is_killed = False
         """After the kill, messages of the front end no longer count."""
         self._on_listening = on_listening
+        self._blobs = app.blobs.directory
         self._monitor = ChildMonitor(self.link, self.kill)
         self._requests = RequestHandlers(app, self.output)
         self._pending_configs: deque[asyncio.Future[None]] = deque()
@@ -78,14 +80,14 @@ class FrontEndConnection:
         return self.process
 
     def begin(self, settings: Settings) -> None:
-        self.output.send(messages.Configure(_without_models(settings)))
+        self.output.send(messages.Configure(_for_front_end(settings, self._blobs)))
         self._monitor.limit_start(LISTEN_SECONDS)
 
     def configure(self, settings: Settings) -> "asyncio.Future[None]":
         """Send new settings; the future is done when the front end has applied them."""
         applied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pending_configs.append(applied)
-        self.output.send(messages.Configure(_without_models(settings)))
+        self.output.send(messages.Configure(_for_front_end(settings, self._blobs)))
         return applied
 
     def kill(self, reason: str) -> None:
@@ -270,6 +272,7 @@ def _hint(error: OSError) -> str:
     return "; allow more (ulimit -n), or start fewer (--workers)" if is_full else ""
 
 
-def _without_models(settings: Settings) -> Settings:
-    """Front ends do not need the models."""
-    return msgspec.structs.replace(settings, models=(), aliases={}, default=None)
+def _for_front_end(settings: Settings, blobs: Path) -> Settings:
+    """Front ends do not need the models. They write files where the parent does."""
+    replace = msgspec.structs.replace
+    return replace(settings, models=(), aliases={}, default=None, storage=replace(settings.storage, blobs=str(blobs)))

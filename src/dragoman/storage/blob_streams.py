@@ -1,0 +1,84 @@
+"""Writes and reads contents in pieces, for tasks of the event loop.
+
+Rules
+1. Files are used in threads of their own, so that a slow disk blocks nothing else.
+2. A cancelled task waits for the call in the thread: its file is not closed or removed under it.
+3. A piece is written before the next one is accepted. The memory that an upload or a download needs does not depend on
+   its size.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from typing import BinaryIO, ParamSpec, TypeVar
+
+from dragoman.storage.blobs import Blob, BlobStore, BlobWriter
+
+PIECE = 256 * 1024
+"""Bytes that are read or written at once."""
+P = ParamSpec("P")
+T = TypeVar("T")
+_threads = ThreadPoolExecutor(4, "dragoman-blobs")
+
+
+class BlobSink:
+    """Takes a content in pieces of any size."""
+
+    def __init__(self, writer: BlobWriter) -> None:
+        self._writer = writer
+        self._waiting = bytearray()
+
+    async def write(self, data: bytes) -> None:
+        self._waiting += data
+        if len(self._waiting) >= PIECE:
+            await self._flush()
+
+    async def commit(self) -> Blob:
+        await self._flush()
+        return await _run(self._writer.commit)
+
+    async def _flush(self) -> None:
+        data, self._waiting = self._waiting, bytearray()
+        await _run(self._writer.write, data)
+
+
+@asynccontextmanager
+async def write_blob(blobs: BlobStore) -> AsyncIterator[BlobSink]:
+    """Without `commit`, leaving the context removes the content."""
+    writer = blobs.writer()
+    try:
+        await _run(writer.__enter__)
+        yield BlobSink(writer)
+    finally:
+        await _run(writer.__exit__)
+
+
+@asynccontextmanager
+async def read_blob(blobs: BlobStore, digest: str) -> AsyncIterator[AsyncIterator[bytes]]:
+    """The content in pieces. Raises StorageUnavailable before the first one if it cannot be opened."""
+    file = await _run(blobs.open, digest)
+    try:
+        async with aclosing(_pieces(file)) as pieces:
+            yield pieces
+    finally:
+        await _run(file.close)
+
+
+async def _pieces(file: BinaryIO) -> AsyncGenerator[bytes]:
+    while piece := await _run(file.read, PIECE):
+        yield piece
+
+
+async def _run(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call the function in a thread."""
+    call = asyncio.get_running_loop().run_in_executor(_threads, partial(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call])
+        if not call.cancelled():
+            # An error is of no interest any more, but must be looked at.
+            call.exception()
+        raise

@@ -1,0 +1,209 @@
+"""Stores the files of callers: their rows in the database, their contents in the blob store.
+
+Rules
+1. A file belongs to a principal. Other principals cannot see it. It is there until it is deleted or expires.
+2. A content is removed together with the last file that has it. A file whose content was removed before its row was
+   there is refused: the caller uploads it again.
+3. Adding a file and removing its content exclude each other. In SQLite both run in the thread that writes; in Postgres
+   both lock the content.
+4. `remove_expired` and `sweep` are regular jobs. `sweep` removes contents that a crash left without a row.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import msgspec
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, select, tuple_
+
+from dragoman.core.errors import StorageUnavailable
+from dragoman.core.ids import new_id
+from dragoman.protocols.files import BINARY, FileEntry, Order
+from dragoman.storage.blobs import RETRY_SECONDS, Blob, BlobStore
+from dragoman.storage.database import Database
+from dragoman.storage.tables import files
+
+PREFIX = "file-"
+ID = re.compile(rf"{PREFIX}[0-9a-f]+")
+"""Postgres refuses NUL characters in text."""
+EXPIRY_SECONDS, SWEEP_SECONDS = 60.0, 3600.0
+"""The pauses between two runs of the jobs."""
+GROUP = 200
+"""Rows of one statement that removes expired files."""
+
+
+class StoredFile(FileEntry, frozen=True, kw_only=True):
+    principal: str
+    digest: str
+
+
+class FilePage(msgspec.Struct, frozen=True):
+    files: Sequence[StoredFile]
+    has_more: bool
+
+
+class Files(Protocol):
+    """What a process that answers requests needs of the files."""
+
+    async def add(
+        self,
+        principal: str,
+        name: str,
+        purpose: str,
+        blob: Blob,
+        expires: float | None = None,
+        media_type: str = BINARY,
+    ) -> StoredFile: ...
+
+    async def find(self, principal: str, file_id: str) -> StoredFile | None: ...
+
+
+class FileStore:
+    def __init__(self, database: Database, blobs: BlobStore, keep_seconds: float) -> None:
+        """`keep_seconds` is how long a file is kept if its caller does not say."""
+        self._database = database
+        self._blobs = blobs
+        self._keep_seconds = keep_seconds
+
+    async def add(
+        self,
+        principal: str,
+        name: str,
+        purpose: str,
+        blob: Blob,
+        expires: float | None = None,
+        media_type: str = BINARY,
+    ) -> StoredFile:
+        """Add a file with a content that has just been written. `expires` is a time; None means the default."""
+        now = time.time()
+        if expires is None:
+            expires = now + self._keep_seconds
+        file = StoredFile(
+            id=new_id(PREFIX),
+            principal=principal,
+            created=now,
+            expires=expires,
+            name=name,
+            purpose=purpose,
+            media_type=media_type,
+            size=blob.size,
+            digest=blob.digest,
+        )
+        row = msgspec.structs.asdict(file) | {"name": name.encode()}
+
+        def change(connection: Connection) -> None:
+            _lock(connection, blob.digest)
+            connection.execute(insert(files).values(row))
+            if not self._blobs.has(blob.digest):
+                # The last other file with this content was deleted meanwhile.
+                raise StorageUnavailable("the file was not stored; send it again", retry_after=RETRY_SECONDS)
+
+        try:
+            await self._database.write(change)
+        except StorageUnavailable:
+            await self._remove_contents([blob.digest])
+            raise
+        return file
+
+    async def find(self, principal: str, file_id: str) -> StoredFile | None:
+        if not ID.fullmatch(file_id):
+            return None
+        query = select(files).where(files.c.id == file_id, _is_visible(principal))
+        row = await self._database.read(lambda connection: connection.execute(query).one_or_none())
+        return None if row is None else _file(row)
+
+    async def list(
+        self,
+        principal: str,
+        purpose: str | None = None,
+        limit: int = 100,
+        after: StoredFile | None = None,
+        order: Order = "desc",
+    ) -> FilePage:
+        """Files in the order of their creation, from the one behind `after`."""
+        place = tuple_(files.c.created, files.c.id)
+        query = select(files).where(_is_visible(principal))
+        if purpose is not None:
+            query = query.where(files.c.purpose == purpose)
+        if after is not None:
+            last = (after.created, after.id)
+            query = query.where(place > last if order == "asc" else place < last)
+        columns = (files.c.created, files.c.id)
+        query = query.order_by(*(column.asc() if order == "asc" else column.desc() for column in columns))
+        query = query.limit(limit + 1)
+        rows = await self._database.read(lambda connection: connection.execute(query).all())
+        return FilePage([_file(row) for row in rows[:limit]], has_more=len(rows) > limit)
+
+    async def delete(self, principal: str, file_id: str) -> bool:
+        """Return whether the file existed."""
+        if not ID.fullmatch(file_id):
+            return False
+        query = delete(files).where(files.c.id == file_id, _is_visible(principal)).returning(files.c.digest)
+        digests = await self._database.write(lambda connection: connection.execute(query).scalars().all())
+        await self._remove_contents(digests)
+        return bool(digests)
+
+    async def remove_expired(self) -> None:
+        if not self._database.is_open:
+            return
+        expired = select(files.c.id).where(files.c.expires <= time.time()).limit(GROUP)
+        query = delete(files).where(files.c.id.in_(expired)).returning(files.c.digest)
+        while digests := await self._database.write(lambda connection: connection.execute(query).scalars().all()):
+            await self._remove_contents(digests)
+
+    async def sweep(self) -> None:
+        """Remove old contents that belong to no file."""
+        if not self._database.is_open:
+            return
+        query = select(files.c.digest).distinct()
+        used = await self._database.read(lambda connection: set(connection.execute(query).scalars()))
+        await asyncio.to_thread(self._blobs.sweep, used)
+
+    async def _remove_contents(self, digests: Sequence[str]) -> None:
+        """Remove those of the contents that no file has any more. What fails is left to `sweep`."""
+        removals = (self._database.write(self._removal(digest)) for digest in set(digests))
+        for result in await asyncio.gather(*removals, return_exceptions=True):
+            if isinstance(result, BaseException) and not isinstance(result, StorageUnavailable):
+                raise result
+
+    def _removal(self, digest: str) -> Callable[[Connection], None]:
+        def change(connection: Connection) -> None:
+            # Not only database work, but it may run twice: a content without a file is of no use.
+            if _try_lock(connection, digest) and not _is_used(connection, digest):
+                # Not an error of the database. `sweep` tries again.
+                with suppress(OSError):
+                    self._blobs.delete(digest)
+
+        return change
+
+
+def _is_visible(principal: str) -> ColumnElement[bool]:
+    return and_(files.c.principal == principal, files.c.expires > time.time())
+
+
+def _is_used(connection: Connection, digest: str) -> bool:
+    return connection.execute(select(files.c.id).where(files.c.digest == digest).limit(1)).one_or_none() is not None
+
+
+def _lock(connection: Connection, digest: str) -> None:
+    """Keep other servers from removing this content until the end of the transaction."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(func.pg_advisory_xact_lock_shared(_lock_key(digest))))
+
+
+def _try_lock(connection: Connection, digest: str) -> bool:
+    """Keep other servers from adding files with this content until the end of the transaction; False if one does."""
+    if connection.dialect.name != "postgresql":
+        return True
+    return bool(connection.execute(select(func.pg_try_advisory_xact_lock(_lock_key(digest)))).scalar_one())
+
+
+def _lock_key(digest: str) -> int:
+    return int.from_bytes(bytes.fromhex(digest[:16]), signed=True)
+
+
+def _file(row: Row[Any]) -> StoredFile:
+    return StoredFile(**row._asdict() | {"name": row.name.decode()})
