@@ -96,7 +96,11 @@ class HttpExchange:
         return NotFound(f"there is nothing at {self.path[:100]}{hint}")
 
     def query(self) -> dict[str, str]:
-        return dict(parse_qsl(self._scope["query_string"].decode("latin-1")))
+        return dict(self.query_pairs())
+
+    def query_pairs(self) -> list[tuple[str, str]]:
+        """The names and values of the query, of which some may occur several times."""
+        return parse_qsl(self._scope["query_string"].decode("latin-1"))
 
     async def read_body(self, limits: Limits, decode: Callable[[bytes], T]) -> T:
         """Read the body and decode it; a large one is decoded in a thread."""
