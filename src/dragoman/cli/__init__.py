@@ -1,4 +1,4 @@
-"""The command line: `dragoman serve`, `check`, `chat`, `models`, `drain`, `pull`, `tune`, `keys`, `bench`.
+"""The command line: `dragoman serve`, `check`, `chat`, `models`, `drain`, `pull`, `tune`, `keys`, `usage`, `bench`.
 
     common         helpers shared by the commands
     admin_client   requests to a running server
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dragoman.cli import bench, chat, check, drain, keys, models, pull, serve, tune
+from dragoman.cli import bench, chat, check, drain, keys, models, pull, serve, tune, usage
 from dragoman.core.errors import ConfigError
 from dragoman.core.version import __version__
 
@@ -29,6 +29,7 @@ examples:
   dragoman pull smollm2                      download the built-in model
   dragoman tune smollm2                      find the fastest layout and number of threads
   dragoman keys create anna                  create an API key
+  dragoman usage --since 7d                  show the tokens that were used, and by whom
   dragoman drain smollm2 http://10.0.0.2:8000
                                              send no new requests to one server behind a model
   dragoman bench --concurrency 1,4,16        measure the server on http://127.0.0.1:8000
@@ -72,6 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dragoman {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for command in (serve, check, chat, models, drain, pull, tune, keys, bench):
+    for command in (serve, check, chat, models, drain, pull, tune, keys, usage, bench):
         command.add(commands)
     return parser

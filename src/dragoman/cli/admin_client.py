@@ -54,8 +54,8 @@ class AdminClient:
     def post(self, path: str, body: object = None) -> Any:
         return self._request("POST", path, LOAD_TIMEOUT_SECONDS, body)
 
-    def unexpected_answer(self) -> ConfigError:
-        return ConfigError(f"{self.address}: the answer is not a list of models")
+    def unexpected_answer(self, expected: str = "a list of models") -> ConfigError:
+        return ConfigError(f"{self.address}: the answer is not {expected}")
 
     def _request(self, method: str, path: str, timeout: float, body: object = None) -> Any:
         in_api = path.startswith(API)

@@ -45,7 +45,7 @@ def add_working_directory() -> None:
     sys.path.insert(0, os.getcwd())  # noqa: PTH109
 
 
-def load_config(path: str | None) -> LoadedConfig:
-    """Load the configuration that `dragoman serve` would use without flags."""
+def load_config(path: str | None, storage: str | None = None) -> LoadedConfig:
+    """Load the configuration that `dragoman serve` would use without flags, or with `--storage`."""
     add_working_directory()
-    return load(path, Flags(), os.environ)
+    return load(path, Flags(storage=storage), os.environ)

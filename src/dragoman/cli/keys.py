@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 import time
 from datetime import UTC, datetime
@@ -10,7 +11,7 @@ from typing import Any, get_args
 import msgspec
 
 from dragoman.cli.common import Commands, add_command, add_repeatable, format_table, load_config
-from dragoman.config.sections import KeyLimits
+from dragoman.config.sections import BudgetLimit, KeyLimits
 from dragoman.core.errors import ConfigError
 from dragoman.core.types import RouteScope
 from dragoman.storage.keys import ApiKey, KeyStore, store_path
@@ -19,6 +20,7 @@ EXAMPLES = """\
 examples:
   dragoman keys create anna                                  a key for all models and all APIs
   dragoman keys create agent:coder/anna --model 'smol*' --route messages --tokens-per-minute 20000
+  dragoman keys create berta --budget 'tokens 100000/day' --budget 'warn cost 20/month'
   dragoman keys create ops --route stats --route admin       a key for the operator
   dragoman keys list
   dragoman keys revoke 3f9ab0c1d2e4
@@ -27,6 +29,7 @@ The key is printed once. Only its digest is stored: in ~/.dragoman/keys.db, in $
 that `keys.store` of the configuration names. Once a key exists, the server requires one from every caller.
 """
 DAY = 24 * 3600
+BUDGET = re.compile(r"(?:(?P<action>warn|refuse) +)?(?P<unit>tokens|cost) +(?P<amount>[0-9.]+) */ *(?P<per>\w+)")
 
 
 def add(commands: Commands) -> None:
@@ -54,6 +57,10 @@ def _add_create(actions: Commands) -> None:
     parser.add_argument("--concurrency", metavar="N", type=_parse_count, help="concurrent requests")
     parser.add_argument("--requests-per-minute", metavar="N", type=_parse_count)
     parser.add_argument("--tokens-per-minute", metavar="N", type=_parse_count, help="prompt and reply tokens together")
+    budget_help = (
+        "refuse requests above 'tokens N/day' or 'cost X/month' (day, week, month); 'warn tokens N/day' only warns"
+    )
+    add_repeatable(parser, "--budget", "BUDGET", budget_help, type=_parse_budget)
     parser.add_argument("--days", metavar="N", type=_parse_days, help="days until the key expires")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=create)
@@ -71,6 +78,20 @@ def _parse_count(text: str) -> int:
     return int(text)
 
 
+def _parse_budget(text: str) -> BudgetLimit:
+    parsed = BUDGET.fullmatch(text.strip())
+    try:
+        if parsed is None:
+            raise ValueError
+        limit = {"tokens": int(parsed["amount"])} if parsed["unit"] == "tokens" else {"cost": float(parsed["amount"])}
+        return msgspec.convert({**limit, "per": parsed["per"], "action": parsed["action"] or "refuse"}, BudgetLimit)
+    except (ValueError, msgspec.ValidationError) as error:
+        message = (
+            f"expected a budget such as 'tokens 100000/day', 'cost 2.50/month' or 'warn tokens 5000/week', not {text!r}"
+        )
+        raise argparse.ArgumentTypeError(message) from error
+
+
 def _parse_days(text: str) -> float:
     try:
         days = float(text)
@@ -82,7 +103,8 @@ def _parse_days(text: str) -> float:
 
 
 def create(arguments: argparse.Namespace) -> int:
-    limits = KeyLimits(arguments.concurrency, arguments.requests_per_minute, arguments.tokens_per_minute)
+    rates = arguments.concurrency, arguments.requests_per_minute, arguments.tokens_per_minute
+    limits = KeyLimits(*rates, tuple(arguments.budget))
     store = _store(arguments)
     known = {key.principal for key in store.all()}
     secret, key = store.create(
@@ -136,8 +158,16 @@ def _key_fields(key: ApiKey) -> dict[str, Any]:
 
 def _format_cell(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {limit}" for name, limit in value.items()) or "-"
+        limits = [f"{name} {limit}" for name, limit in value.items() if name != "budgets"]
+        return ", ".join([*limits, *map(_format_budget, value.get("budgets", ()))]) or "-"
     return (", ".join(value) if isinstance(value, list) else value) or "-"
+
+
+def _format_budget(budget: dict[str, Any]) -> str:
+    """In the form of `--budget`."""
+    unit = "tokens" if "tokens" in budget else "cost"
+    action = f"{budget['action']} " if "action" in budget else ""
+    return f"{action}{unit} {budget[unit]}/{budget['per']}"
 
 
 def _format_time(timestamp: float) -> str:

@@ -10,7 +10,8 @@
     host, port, socket, api_keys, strict, event_log, hosts, proxies, limits, workers, grace_seconds, drain_seconds,
     protocols,
     storage  := ADDRESS | {address: ADDRESS, blobs: DIRECTORY, file_bytes: SIZE, keep: {responses: TIME, ...}}
-    keys, telemetry, cors, tls             see `sections`
+    prices   := {name or pattern of a model: {input, cached_input, output}}
+    keys, budgets, telemetry, cors, tls    see `sections`
 
 Rules
 1. A flag overrides the environment, the environment overrides the file.

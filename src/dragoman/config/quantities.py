@@ -1,18 +1,22 @@
-"""Parses and formats sizes and durations.
+"""Parses and formats sizes, durations and costs.
 
 size := bytes | number unit         unit := B | KB MB GB TB (thousands) | KiB MiB GiB TiB (1024s)      "12GiB"
 time := seconds | number unit       unit := s | m | h | d                                              "10m"
       | "forever" | a negative number
+cost := a decimal number, in the operator's currency; inside, whole nano-units
 """
 
 import math
 import re
+from decimal import ROUND_HALF_UP, Decimal
 
 from dragoman.core.errors import ConfigError
 
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 _THOUSANDS = {unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))}
 SIZES = _THOUSANDS | {unit: 1024**power for power, unit in enumerate(("b", "kib", "mib", "gib", "tib"))}
+NANO = 10**9
+"""Nano-units of one unit of the currency."""
 TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -47,3 +51,14 @@ def format_size(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def to_nano_units(cost: float) -> int:
+    """Return a cost in nano-units, exactly as its decimal digits say."""
+    return int((Decimal(repr(cost)) * NANO).to_integral_value(ROUND_HALF_UP))
+
+
+def format_cost(nano_units: int) -> str:
+    """Format a cost as a decimal number with at least two decimals."""
+    text = f"{Decimal(nano_units) / NANO:.9f}".rstrip("0")
+    return text + "0" * max(0, 2 - len(text.partition(".")[2]))

@@ -1,5 +1,6 @@
-"""Sections of the configuration: keys, telemetry, CORS, TLS, trusted proxies, and `ray` of one model.
+"""Sections of the configuration: keys, budgets, prices, telemetry, CORS, TLS, trusted proxies, and `ray` of one model.
 
+budget := {principal: PATTERN | key: PATTERN, per: day | week | month, tokens: COUNT | cost: NUMBER [, action]}
 ray := {replicas: COUNT}
      | {min_replicas, max_replicas, target_ongoing_requests, upscale_delay_s, downscale_delay_s,
         look_back_period_s, metrics_interval_s}
@@ -19,6 +20,50 @@ RESERVED_ROUTES: frozenset[RouteScope] = frozenset({"stats", "admin"})
 """Routes that a key may use only if its scopes name them."""
 
 
+MAX_MONEY = 1e9
+Money = Annotated[float, msgspec.Meta(ge=0, le=MAX_MONEY)]
+"""An amount in the operator's currency."""
+Period = Literal["day", "week", "month"]
+BudgetAction = Literal["refuse", "warn"]
+
+
+class BudgetLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How much may be used in each period: so many tokens, or so much money."""
+
+    per: Period
+    tokens: Count | None = None
+    """Prompt and reply tokens together."""
+    cost: Annotated[float, msgspec.Meta(gt=0, le=MAX_MONEY)] | None = None
+    action: BudgetAction = "refuse"
+    """`warn`: requests above the limit run, with a header and a line in the log."""
+
+    def __post_init__(self) -> None:
+        if (self.tokens is None) == (self.cost is None):
+            raise ValueError("tokens: give either tokens or cost")
+
+
+class Budget(BudgetLimit, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A limit for each principal, or each key, that matches a name or a pattern."""
+
+    principal: Word | None = None
+    key: Word | None = None
+    """The id of a stored key, or the principal of a key of the configuration."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.principal is None) == (self.key is None):
+            raise ValueError("principal: give either principal or key")
+
+
+class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The cost of a million tokens. `input` and `output` are what OpenAI calls the prompt and the reply."""
+
+    input: Money
+    output: Money = 0.0
+    cached_input: Money | None = None
+    """Prompt tokens that were in the prefix cache; None means the price of the others."""
+
+
 class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Limits of one key; None means no limit."""
 
@@ -27,6 +72,12 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
     """Prompt and reply tokens together."""
+    budgets: tuple[BudgetLimit, ...] = ()
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether there is a limit other than budgets."""
+        return any((self.concurrency, self.requests_per_minute, self.tokens_per_minute))
 
     def over(self, others: "KeyLimits") -> "KeyLimits":
         """Return these limits, with those of `others` where these are None."""
@@ -34,6 +85,7 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
             concurrency=self.concurrency or others.concurrency,
             requests_per_minute=self.requests_per_minute or others.requests_per_minute,
             tokens_per_minute=self.tokens_per_minute or others.tokens_per_minute,
+            budgets=self.budgets or others.budgets,
         )
 
 
@@ -71,6 +123,7 @@ class Keep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     responses: Seconds = 30 * 86400.0
     usage: Seconds = 366 * 86400.0
+    """The ledger's entries. The sums of each day are kept forever."""
     files: Seconds = 30 * 86400.0
     batches: Seconds = 30 * 86400.0
 
@@ -97,6 +150,8 @@ class Traces(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Telemetry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics: Literal["keyed", "open", "off"] = "keyed"
     """`keyed`: `/metrics` needs a key if the API does."""
+    metrics_by_principal: bool = False
+    """Count requests and tokens of each principal too."""
     log_format: Literal["text", "json"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_requests: bool = False

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from dragoman.config.model_spec import ModelSpec
-from dragoman.config.sections import Cors, Keys, Storage, Telemetry, Tls
+from dragoman.config.sections import Budget, Cors, Keys, Price, Storage, Telemetry, Tls
 from dragoman.core.types import Count, ReasoningField, Seconds, SecondsOrZero, Word
 from dragoman.files.sources import models_directory
 
@@ -85,6 +85,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     protocols: tuple[Word, ...] = ()
     """Wire protocols of your own: names of entry points, or `module:Class`."""
     keys: Keys = Keys()
+    budgets: tuple[Budget, ...] = ()
+    prices: Mapping[Word, Price] = {}
+    """By the name of a model, or by a pattern."""
     storage: Storage = Storage()
     telemetry: Telemetry = Telemetry()
     cors: Cors = Cors()

@@ -8,12 +8,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
+from sqlalchemy import Connection
 
 from dragoman.config.settings import Settings
 from dragoman.core.engine import Engine
 from dragoman.core.errors import NotSupported, StorageUnavailable, Unauthorized
 from dragoman.models import Catalog, EngineFactory, ServedModel
 from dragoman.protocols.models import ReloadResult
+from dragoman.server.auth.access import Authenticator
 from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, has_token
 from dragoman.server.auth.callers import Caller, QuotaLease
 from dragoman.server.base_app import BaseApp, Route, RouteTable
@@ -23,17 +25,21 @@ from dragoman.server.telemetry.recorder import TelemetryRecorder, without_secret
 from dragoman.storage.blobs import open_blobs
 from dragoman.storage.database import Database
 from dragoman.storage.files import EXPIRY_SECONDS, SWEEP_SECONDS, FileStore
+from dragoman.storage.ledger import Ledger
 from dragoman.storage.maintenance import Maintenance
 from dragoman.storage.response_store import MemoryResponseStore
-from dragoman.storage.servers import HEARTBEAT_SECONDS
+from dragoman.storage.servers import DEAD_SECONDS, HEARTBEAT_SECONDS
 
 log = logging.getLogger("dragoman")
 
 SettingsLoader = Callable[[], Settings]
 StructT = TypeVar("StructT", bound=msgspec.Struct)
+T = TypeVar("T")
+LEDGER_EXPIRY_SECONDS = 3600.0
+"""How often expired entries of the ledger are deleted."""
 
 FIXED = ("host", "port", "socket", "tls", "event_log", "storage", "grace_seconds", "workers", "protocols")
-FIXED_TELEMETRY = ("log_format", "log_level", "log_requests", "traces")
+FIXED_TELEMETRY = ("log_format", "log_level", "log_requests", "metrics_by_principal", "traces")
 FIXED_LIMITS = (
     *("header_bytes", "body_seconds", "write_seconds", "keepalive_seconds", "stall_seconds"),
     *("kept_responses", "kept_bytes", "kept_seconds"),
@@ -73,11 +79,14 @@ class App(BaseApp):
         self.catalog = Catalog(settings, engines, engine_factory)
         super().__init__(routes, settings, TelemetryRecorder(settings.telemetry, settings.event_log))
         self.database = Database(settings.storage.address)
+        self.ledger = self.telemetry.ledger = Ledger(self.database, settings, self.telemetry.metrics.limited)
         self.blobs = open_blobs(settings.storage)
         self.files = FileStore(self.database, self.blobs, settings.storage.keep.files)
         self.maintenance = Maintenance()
         if self.database.is_shared:
             self.maintenance.add(self.database.renew_heartbeat, HEARTBEAT_SECONDS)
+        self.maintenance.add(self.ledger.close_lost, DEAD_SECONDS)
+        self.maintenance.add(self.ledger.delete_expired, LEDGER_EXPIRY_SECONDS)
         self.maintenance.add(self.files.remove_expired, EXPIRY_SECONDS)
         self.maintenance.add(self.files.sweep, SWEEP_SECONDS)
         limits = settings.limits
@@ -89,6 +98,7 @@ class App(BaseApp):
         self.admin_token = secrets.token_urlsafe(32)
         """If no keys are configured, `/admin` requires it in the header X-Dragoman-Admin-Token."""
         self._is_stopped = False
+        self._restoring: asyncio.Task[None] | None = None
         self._settings_loader = reload_settings
         self._reloading = asyncio.Lock()
         self._initial_settings = settings
@@ -126,6 +136,7 @@ class App(BaseApp):
 
     def _reconfigure(self, settings: Settings) -> None:
         self.catalog.reconfigure(settings)
+        self.ledger.configure(settings)
 
     def _enter_quota(self, exchange: HttpExchange, route: "Route[App] | None") -> None:
         quota = exchange.caller.quota
@@ -150,7 +161,7 @@ class App(BaseApp):
     def model_lease(self, exchange: HttpExchange) -> LocalModelLease:
         lease = exchange.response.quota_lease
         assert lease is None or isinstance(lease, QuotaLease)
-        return LocalModelLease(self.catalog, exchange.caller, lease)
+        return LocalModelLease(self.catalog, exchange.caller, lease, self.ledger, exchange.record.id)
 
     def quota_lease_for(self, headers: Mapping[bytes, bytes]) -> QuotaLease | None:
         """A lease on the quota of the caller with these headers; None if it has no quota. Nothing is reserved yet."""
@@ -172,9 +183,24 @@ class App(BaseApp):
         finally:
             exchange.record.model = lease.label
 
+    async def read_usage(self, read: Callable[[Connection, Authenticator], T]) -> T:
+        """Read the ledger, including the requests that have just ended."""
+        await self.ledger.flush()
+        return await self.database.read(lambda connection: read(connection, self._authenticator))
+
+    async def _restore_rates(self) -> None:
+        """Count what keys used in the last minute before this server started."""
+        try:
+            recent = await self.ledger.read_recent()
+        except StorageUnavailable:
+            # The database has logged the reason.
+            return
+        self._authenticator.restore_rates(recent, time.time())
+
     def start(self) -> None:
         super().start()
         self.maintenance.start()
+        self._restoring = asyncio.get_running_loop().create_task(self._restore_rates())
         self.telemetry.events.start(
             {"models": self.catalog.describe_models(), "config": without_secrets(self.settings)}
         )
@@ -185,6 +211,7 @@ class App(BaseApp):
         self._is_stopped = True
         await self.catalog.stop()
         await self.maintenance.stop()
+        await self.ledger.stop()
         await asyncio.to_thread(self.database.close)
         await asyncio.to_thread(self.blobs.close)
         self._authenticator.close()

@@ -31,6 +31,7 @@ from dragoman.core.errors import (
     ModelNotFound,
     NotSupported,
     PermissionDenied,
+    QuotaExhausted,
     Unavailable,
     UpgradeRequired,
 )
@@ -291,6 +292,7 @@ class BaseApp(ABC):
             caller = replace(caller, principal=principal)
         exchange.caller = caller
         exchange.record.principal = caller.principal
+        exchange.record.key = caller.key
         exchange.record.scope = scope
         caller.check_route(scope)
 
@@ -300,8 +302,8 @@ class BaseApp(ABC):
         exchange.record.status = status
         if response.is_started:
             return
-        if error.status == NotSupported.status:
-            # The SDKs retry after any 5xx; a retry cannot succeed here.
+        if isinstance(error, NotSupported | QuotaExhausted):
+            # The SDKs retry after 429 and any 5xx; a retry cannot succeed here.
             response.extra_headers.append((b"x-should-retry", b"false"))
         if error.retry_after is not None:
             response.extra_headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))

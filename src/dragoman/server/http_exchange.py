@@ -98,13 +98,14 @@ class HttpExchange:
         return NotFound(f"there is nothing at {self.path[:100]}{hint}")
 
     def query(self) -> dict[str, str]:
-        return dict(self._query_pairs())
+        return dict(self.query_pairs())
 
     def query_list(self, name: str) -> list[str]:
         """The values of a parameter that is sent several times, or as `name[]`."""
-        return [value for key, value in self._query_pairs() if key in (name, f"{name}[]")]
+        return [value for key, value in self.query_pairs() if key in (name, f"{name}[]")]
 
-    def _query_pairs(self) -> list[tuple[str, str]]:
+    def query_pairs(self) -> list[tuple[str, str]]:
+        """The names and values of the query, of which some may occur several times."""
         return parse_qsl(self._scope["query_string"].decode("latin-1"))
 
     async def read_body(self, limits: Limits, decode: Callable[[bytes], T]) -> T:

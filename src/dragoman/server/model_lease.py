@@ -1,6 +1,6 @@
 """A lease on a model for one request: from its name to a slot and an engine.
 
-    find   finds the model by name, checks permission, quota and features, and returns its sampling defaults
+    find   finds the model by name, checks permission, quota, budgets and features, and returns its sampling defaults
     start  waits for a slot and for the engine
     close  releases everything; further calls do nothing
 
@@ -9,6 +9,7 @@ A `LocalModelLease` is on a model of this process. A front end leases the models
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import msgspec
 
@@ -20,6 +21,7 @@ from dragoman.models import Catalog, ModelHost, ServedModel
 from dragoman.models.admission import Slots
 from dragoman.pipeline.generate import ChoiceSlots, check_features, reads_field
 from dragoman.server.auth.callers import Caller, Estimate, QuotaLease
+from dragoman.storage.ledger import Ledger
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -28,7 +30,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, array_like=True):
     model: str
     asked: tuple[Asked, ...]
     estimate: Estimate | None
-    """Of its tokens; None if the key has no quota, or if they are already reserved."""
+    """Of its tokens; None if it generates nothing, or if they are already reserved."""
     strict: bool
     extra: tuple[str, ...] = ()
     """Names of unknown fields that the engine gets, if it reads them."""
@@ -56,6 +58,8 @@ class ModelLease(ABC):
     """Models that may answer instead, in order of preference. Set by `find`, like `label`."""
     queue_us = 0
     """Time spent waiting for a slot."""
+    budget_warning: str | None = None
+    """The budget of the caller that is passed, if it only warns. Set by `find`."""
 
     @abstractmethod
     async def find(self, request: LeaseRequest) -> LeaseInfo: ...
@@ -82,10 +86,19 @@ class LocalModelLease(ModelLease):
     _has_slot = False
     _is_found = False
 
-    def __init__(self, catalog: Catalog, caller: Caller, quota_lease: QuotaLease | None) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        caller: Caller,
+        quota_lease: QuotaLease | None,
+        ledger: Ledger | None = None,
+        request_id: str = "",
+    ) -> None:
         self._catalog = catalog
         self._caller = caller
         self._quota_lease = quota_lease
+        self._ledger = ledger
+        self._request_id = request_id
 
     async def resolve(self, name: str) -> ServedModel:
         """Find the model with this name, and check that the caller may use it."""
@@ -106,10 +119,13 @@ class LocalModelLease(ModelLease):
         model = await self.resolve(request.model)
         if self._quota_lease is not None and request.estimate is not None:
             self._quota_lease.reserve(request.estimate.total(model.sampling.max_tokens))
-        # Set after the quota check: a fallback model does not help a caller whose tokens are used up.
+        fallbacks: list[ServedModel] = []
         if model.spec is not None and model.spec.fallback is not None:
-            others = self._catalog.fallbacks(model)
-            self.fallbacks = tuple(other.name for other in others if self._caller.may_use(other.name))
+            fallbacks = [other for other in self._catalog.fallbacks(model) if self._caller.may_use(other.name)]
+        if self._ledger is not None and request.estimate is not None:
+            await self._open_entry(self._ledger, request.estimate, [model, *fallbacks])
+        # Set after the checks of quota and budgets: a fallback does not help a caller whose tokens are used up.
+        self.fallbacks = tuple(other.name for other in fallbacks)
         self._host = host = model.host
         self._slots = Slots(host.admission, self._caller.principal)
         self._is_found = True
@@ -121,6 +137,15 @@ class LocalModelLease(ModelLease):
         ignored = check_features(model.name, request.asked, host.supports, request.strict, read)
         sampling = None if model.sampling is NO_DEFAULTS else model.sampling
         return LeaseInfo(model.name, model.label, self.fallbacks, sampling, ignored, fields, host.reads_headers)
+
+    async def _open_entry(self, ledger: Ledger, estimate: Estimate, models: Sequence[ServedModel]) -> None:
+        """Open the entry of the request in the ledger. Attempts with a fallback model belong to the same entry."""
+        owner, completion = self._caller.owner, estimate.completion(models[0].sampling.max_tokens)
+        labels = [model.label for model in models]
+        reserving = ledger.open(self._request_id, owner, labels, estimate.prompt, completion)
+        if reserving is not None:
+            await reserving
+        self.budget_warning = ledger.find_warning(owner)
 
     @property
     def supports(self) -> frozenset[str]:

@@ -71,6 +71,10 @@ class ResponseWriter:
         self._record.warnings += 1
         self._warnings = tuple(dict.fromkeys((*self._warnings, message)))
 
+    def note_budget(self, message: str) -> None:
+        """Name a budget that is passed in X-Dragoman-Budget."""
+        self.extra_headers.append((b"x-dragoman-budget", _list_header((message,))))
+
     def clear_notes(self) -> None:
         """Forget ignored parameters and warnings of a model that failed, before a fallback model runs."""
         self._record.ignored = self._ignored = self._warnings = ()

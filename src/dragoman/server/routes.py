@@ -15,7 +15,7 @@ from dragoman.protocols.wire_protocol import OPENAI, WireProtocol
 from dragoman.server.app import App, SettingsLoader
 from dragoman.server.auth.host_user import Identify
 from dragoman.server.base_app import METRICS_PATH, RESPONSES_PATH, Methods, Route, RouteTable, SharedRoute
-from dragoman.server.handlers import embeddings, files, models, responses, stats, tokens
+from dragoman.server.handlers import embeddings, files, models, responses, stats, tokens, usage
 from dragoman.server.handlers.generation import answer
 from dragoman.server.hooks import Hooks
 
@@ -54,6 +54,8 @@ PATHS: dict[str, Methods[App]] = {
     METRICS_PATH: {"GET": Route(stats.metrics)},
     "/stats": {"GET": Route(stats.stats)},
     models.ADMIN_ROOT: {"GET": Route(models.model_states)},
+    "/admin/usage": {"GET": Route(usage.usage)},
+    "/v1/organization/usage/completions": {"GET": Route(usage.completions, family=OPENAI)},
     "/admin/reload": {"POST": Route(models.reload)},
     "/admin/upstreams": {"GET": Route(models.upstreams)},
     "/admin/upstreams/drain": {"POST": Route(models.drain)},

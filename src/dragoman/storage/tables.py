@@ -131,24 +131,27 @@ conversation_items = Table(
 ledger = Table(
     "ledger",
     metadata,
-    Column("id", Text, primary_key=True),
+    Column("id", Text, nullable=False),
     Column("server", Text, nullable=False),
     Column("opened", Time, nullable=False, index=True),
-    Column("closed", Time, index=True),
+    Column("closed", Time),
     Column("key", Text, nullable=False),
     Column("principal", Text, nullable=False),
     Column("model", Text, nullable=False),
-    Column("scope", Text, nullable=False),
     Column("status", Whole),
     Column("prompt", Whole, nullable=False),
     Column("cached", Whole, nullable=False),
     Column("completion", Whole, nullable=False),
     Column("reasoning", Whole, nullable=False),
     Column("cost", Whole, nullable=False),
-    Column("budgets", LargeBinary, nullable=False),
     sqlite_strict=True,
 )
-"""One row for each request to a model. Until it is closed, the counts are those that are reserved."""
+"""One row for each request to a model; `id` is that of the request. Until it is closed, the counts are those that are
+reserved. Most rows are closed when they are written, and each index costs time, so open rows have their own."""
+
+_is_open = ledger.c.closed.is_(None)
+for _column in (ledger.c.id, ledger.c.principal, ledger.c.key):
+    Index(f"ledger_open_by_{_column.name}", _column, sqlite_where=_is_open, postgresql_where=_is_open)
 
 usage = Table(
     "usage",
@@ -163,20 +166,11 @@ usage = Table(
     Column("completion", Whole, nullable=False),
     Column("reasoning", Whole, nullable=False),
     Column("cost", Whole, nullable=False),
+    Index("usage_by_principal", "principal", "day"),
+    Index("usage_by_key", "key", "day"),
     sqlite_strict=True,
 )
-"""The sums of closed rows of the ledger. `day` counts days since 1970-01-01 in UTC."""
-
-budgets = Table(
-    "budgets",
-    metadata,
-    Column("budget", Text, primary_key=True),
-    Column("period", Whole, primary_key=True),
-    Column("spent", Whole, nullable=False),
-    Column("reserved", Whole, nullable=False),
-    sqlite_strict=True,
-)
-"""What was spent of a budget in the period that began on the day `period`."""
+"""The sums of closed rows of the ledger, by the day on which they were opened: days since 1970-01-01 in UTC."""
 
 files = Table(
     "files",

@@ -19,17 +19,30 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 from dragoman.config.sections import KeyLimits
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError, StorageUnavailable, Unauthorized
+from dragoman.core.types import RouteScope
 from dragoman.core.urls import MIN_SECRET_LENGTH, redact_secrets
-from dragoman.server.auth.callers import ANONYMOUS, DEFAULT_SCOPES, UNRESTRICTED, Caller, Quota, allowed_scopes
-from dragoman.server.auth.jwt import JwtVerifier
+from dragoman.server.auth.callers import (
+    ALL_SCOPES,
+    ANONYMOUS,
+    DEFAULT_SCOPES,
+    UNRESTRICTED,
+    Caller,
+    Quota,
+    allowed_scopes,
+    own_budgets,
+)
+from dragoman.server.auth.jwt import JWT_KEY, JwtVerifier
+from dragoman.storage.budgets import Owner
 from dragoman.storage.keys import KEY_PATTERN, ApiKey, KeyReader, digest, store_path
+from dragoman.storage.ledger_sql import RecentUse
 
 log = logging.getLogger("dragoman.auth")
 
@@ -43,11 +56,12 @@ class Authenticator:
     def __init__(self, settings: Settings) -> None:
         keys = settings.keys
         self._static = {
-            digest(key.encode()): Caller(principal_of(key), quota=_make_quota(keys.limits)) for key in settings.api_keys
+            digest(key.encode()): _limited(principal_of(key), ALL_SCOPES, keys.limits, key=principal_of(key))
+            for key in settings.api_keys
         }
         self._jwt = None if keys.jwt is None else JwtVerifier(keys.jwt, keys.limits)
         self._stored = _StoredKeys(store_path(keys), keys.limits)
-        self._anonymous = Caller(ANONYMOUS, DEFAULT_SCOPES, quota=_make_quota(keys.limits)) if keys.anonymous else None
+        self._anonymous = _limited(ANONYMOUS, DEFAULT_SCOPES, keys.limits, key="") if keys.anonymous else None
         self._secrets = [key for key in settings.api_keys if len(key) >= MIN_SECRET_LENGTH]
 
     def authenticate(self, headers: Mapping[bytes, bytes]) -> Caller:
@@ -88,6 +102,32 @@ class Authenticator:
             self._jwt.inherit_quotas(before._jwt)
         self._stored.inherit_quotas(before._stored)
 
+    def callers(self) -> list[Caller]:
+        """The callers with keys of the configuration and of the store, and anonymous ones if they are allowed."""
+        anonymous = [] if self._anonymous is None else [self._anonymous]
+        return [*self._static.values(), *self._stored.callers(), *anonymous]
+
+    def owners(self, seen: Iterable[tuple[str, str]]) -> list[Owner]:
+        """Return the owners of all keys, and those with the given keys and principals, with their budgets."""
+        callers = {caller.key: caller for caller in self.callers()}
+        owners = [caller.owner for caller in callers.values()]
+        for key, principal in seen:
+            if key == JWT_KEY and self._jwt is not None:
+                owners.append(self._jwt.owner(principal))
+            else:
+                owners.append(Owner(key, principal, callers[key].budgets if key in callers else ()))
+        return owners
+
+    def restore_rates(self, recent: Iterable[RecentUse], now: float) -> None:
+        """Count what keys used before this server started. `recent` begins with the latest; `now` is a Unix time."""
+        quotas = {caller.key: caller.quota for caller in self.callers()}
+        for use in recent:
+            quota = quotas.get(use.key)
+            if use.key == JWT_KEY and self._jwt is not None:
+                quota = self._jwt.quota(use.principal)
+            if quota is not None:
+                quota.restore(use.requests, use.tokens, now - use.at)
+
     def close(self) -> None:
         self._stored.close()
 
@@ -102,8 +142,13 @@ def principal_of(key: str) -> str:
     return f"key:{hashlib.scrypt(key.encode(), salt=b'dragoman static key', n=2**13, r=8, p=1, dklen=6).hex()}"
 
 
+def _limited(principal: str, scopes: frozenset[RouteScope], limits: KeyLimits, key: str) -> Caller:
+    """A caller with the limits of a key."""
+    return Caller(principal, scopes, None, _make_quota(limits), key=key, budgets=own_budgets(limits, "key", key))
+
+
 def _make_quota(limits: KeyLimits) -> Quota | None:
-    return None if limits == KeyLimits() else Quota(limits)
+    return Quota(limits) if limits.has_rates else None
 
 
 class _StoredKeys:
@@ -126,6 +171,10 @@ class _StoredKeys:
         self._was_used = self._was_used or before._was_used
         for key_id, (_, caller) in self._known.items():
             caller.keep_quota(before._known.get(key_id, (None, None))[1])
+
+    def callers(self) -> list[Caller]:
+        now = time.time()
+        return [caller for key, caller in self._known.values() if key.is_valid(now)]
 
     def is_used(self) -> bool:
         """Whether the store has ever contained a key."""
@@ -163,8 +212,8 @@ class _StoredKeys:
 
     def _caller(self, key: ApiKey) -> Caller:
         """Make the caller of a key. It keeps its quota when other keys change."""
-        quota = _make_quota(key.limits.over(self._limits))
-        caller = Caller(key.principal, allowed_scopes(key.routes), key.models or None, quota)
+        limits = key.limits.over(self._limits)
+        caller = replace(_limited(key.principal, allowed_scopes(key.routes), limits, key.id), models=key.models or None)
         caller.keep_quota(self._known.get(key.id.encode(), (None, None))[1])
         return caller
 

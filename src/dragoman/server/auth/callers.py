@@ -24,9 +24,10 @@ import msgspec
 from dragoman.config.sections import RESERVED_ROUTES, KeyLimits
 from dragoman.core.errors import PermissionDenied, RateLimited, TokensLimited
 from dragoman.core.reply import RateLimitState
-from dragoman.core.request import GenerationRequest
+from dragoman.core.request import GenerationRequest, Image, ToolResult
 from dragoman.core.types import RouteScope
 from dragoman.server.telemetry.metrics import MINUTE, MinuteWindow
+from dragoman.storage.budgets import OwnedBudget, Owner, OwnerColumn
 
 SCOPE_BY_PREFIX: tuple[tuple[str, RouteScope], ...] = (
     ("/v1/chat/", "chat"),
@@ -37,6 +38,7 @@ SCOPE_BY_PREFIX: tuple[tuple[str, RouteScope], ...] = (
     ("/v1/rerank", "rerank"),
     ("/v1/files", "files"),
     ("/v1/models", "models"),
+    ("/v1/organization/", "stats"),
     ("/tokenize", "tokens"),
     ("/detokenize", "tokens"),
     ("/metrics", "stats"),
@@ -98,6 +100,13 @@ class Quota:
         self.limits = limits
         self.requests = _with_limit(self.requests, limits.requests_per_minute)
         self.tokens = _with_limit(self.tokens, limits.tokens_per_minute)
+
+    def restore(self, requests: int, tokens: int, age: float) -> None:
+        """Add what was used this many seconds ago, before this server started. Call it with the latest use first."""
+        taken_at = self.clock() - age
+        for window, amount in ((self.requests, requests), (self.tokens, tokens)):
+            if window is not None:
+                window.restore(amount, taken_at)
 
     @property
     def is_idle(self) -> bool:
@@ -201,8 +210,11 @@ class Estimate(msgspec.Struct, frozen=True, array_like=True):
 
     def total(self, default: int | None) -> int:
         """`default` is the model's limit for a reply."""
+        return self.prompt + self.completion(default)
+
+    def completion(self, default: int | None) -> int:
         reply = default if self.reply is None else self.reply
-        return self.prompt + (REPLY_TOKENS if reply is None else reply) * self.choices
+        return (REPLY_TOKENS if reply is None else reply) * self.choices
 
 
 def estimate_tokens(request: GenerationRequest, weight: int) -> Estimate:
@@ -212,9 +224,15 @@ def estimate_tokens(request: GenerationRequest, weight: int) -> Estimate:
 
 
 def estimate_prompt_tokens(request: GenerationRequest, weight: int) -> int:
-    images = [image for message in request.messages for image in message.images]
-    text = weight - sum(len(image.data) * 4 // 3 for image in images if image.data is not None)
-    return estimate_text_tokens(max(0, text)) + IMAGE_TOKENS * len(images)
+    count = size = 0
+    for message in request.messages:
+        for part in message.parts:
+            if type(part) is Image or type(part) is ToolResult:
+                for image in message.images:
+                    count += 1
+                    size += 0 if image.data is None else len(image.data) * 4 // 3
+                break
+    return estimate_text_tokens(max(0, weight - size)) + IMAGE_TOKENS * count
 
 
 def estimate_text_tokens(size: int) -> int:
@@ -246,6 +264,15 @@ class Caller:
     configured_models: tuple[str, ...] | None = None
     needs_admin_token: bool = False
     """Whether `/admin` requires the admin token, because the server requires no keys."""
+    key: str = ""
+    """The id of a stored key, the principal of a key of the configuration, or `jwt`; empty without a key."""
+    budgets: tuple[OwnedBudget, ...] = ()
+    """Those of the key itself, besides those of the configuration."""
+
+    @property
+    def owner(self) -> Owner:
+        """The owner of the tokens that this caller uses."""
+        return Owner(self.key, self.principal, self.budgets)
 
     def __post_init__(self) -> None:
         self.models = None if self.models is None else tuple(map(str.lower, self.models))
@@ -282,6 +309,11 @@ class Caller:
     def check_model(self, model: str) -> None:
         if not self.may_use(model):
             raise PermissionDenied(f"this key may not use model '{model}'; it allows: {self.allowed}", param="model")
+
+
+def own_budgets(limits: KeyLimits, column: OwnerColumn, value: str) -> tuple[OwnedBudget, ...]:
+    """The budgets among the limits of a key."""
+    return tuple(OwnedBudget.of(limit, column, value) for limit in limits.budgets)
 
 
 def _matches(name: str, patterns: Sequence[str] | None) -> bool:

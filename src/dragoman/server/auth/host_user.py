@@ -3,7 +3,8 @@
     identify(scope)   a callable of `create_app`, if there is one, else
     scope["user"]     as authentication middleware sets it: a string, or an object of Starlette or Django
 
-The principal of such a user begins with `host:`, so it is never that of a key.
+The principal of such a user begins with `host:`, so it is never that of a key. Characters that cannot be printed, which
+databases do not store, are escaped.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +19,10 @@ NAMES = ("identity", "display_name", "username")
 def host_principal(scope: Mapping[str, Any], identify: Identify | None) -> str | None:
     """Return the principal of the host application's user; None if it names no user."""
     name = _user_name(scope.get("user")) if identify is None else identify(scope)
-    return f"host:{name}" if name else None
+    if not name:
+        return None
+    # The backslash is escaped too, so that different names stay different.
+    return f"host:{name}" if name.isprintable() and "\\" not in name else f"host:{ascii(name)[1:-1]}"
 
 
 def _user_name(user: Any) -> str | None:

@@ -22,7 +22,8 @@ import msgspec
 from dragoman.config.sections import Jwt, KeyLimits
 from dragoman.core.errors import ConfigError, Unauthorized
 from dragoman.core.types import RouteScope
-from dragoman.server.auth.callers import Caller, Quota, allowed_scopes
+from dragoman.server.auth.callers import Caller, Quota, allowed_scopes, own_budgets
+from dragoman.storage.budgets import Owner
 from dragoman.storage.keys import digest, parse_principal
 
 log = logging.getLogger("dragoman.auth")
@@ -30,6 +31,8 @@ log = logging.getLogger("dragoman.auth")
 CACHE_SIZE = 1024
 MAX_TOKEN_BYTES = 8192
 MIN_SECRET_BYTES = 32
+JWT_KEY = "jwt"
+"""The key of all callers with a token."""
 
 
 class JwtClaims(msgspec.Struct, frozen=True):
@@ -55,7 +58,7 @@ class JwtVerifier:
 
     def inherit_quotas(self, before: "JwtVerifier") -> None:
         """Continue an older configuration: subjects keep what they have used of their quota."""
-        if self._limits == KeyLimits():
+        if not self._limits.has_rates:
             return
         for principal, quota in before._quotas.items():
             quota.change(self._limits)
@@ -107,10 +110,17 @@ class JwtVerifier:
             allowed &= allowed_scopes(claims.routes) if claims.routes else frozenset()
         configured = self._settings.models or None
         models, configured_models = (configured, None) if claims.models is None else (claims.models, configured)
-        return Caller(principal, allowed, models, self._quota(principal), configured_models)
+        owner = self.owner(principal)
+        quota = self.quota(principal)
+        return Caller(principal, allowed, models, quota, configured_models, key=owner.key, budgets=owner.budgets)
 
-    def _quota(self, principal: str) -> Quota | None:
-        if self._limits == KeyLimits():
+    def owner(self, principal: str) -> Owner:
+        """The owner of the tokens of a subject."""
+        return Owner(JWT_KEY, principal, own_budgets(self._limits, "principal", principal))
+
+    def quota(self, principal: str) -> Quota | None:
+        """The quota of a subject; None if the limits have no rates."""
+        if not self._limits.has_rates:
             return None
         quota = self._quotas.pop(principal, None) or Quota(self._limits)
         self._quotas[principal] = quota

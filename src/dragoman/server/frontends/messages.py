@@ -39,6 +39,7 @@ from dragoman.ipc.messages import (
 from dragoman.server.model_lease import LeaseInfo, LeaseRequest
 from dragoman.server.telemetry.metrics import RequestRecord
 from dragoman.storage.blobs import Blob
+from dragoman.storage.budgets import OwnedBudget
 from dragoman.storage.response_store import StoredResponse
 
 
@@ -110,14 +111,16 @@ class RequestEnded(ProcessMessage, frozen=True):
 
 
 class AcquireLease(msgspec.Struct, frozen=True, array_like=True):
-    """`models` and `configured_models` limit the models that the caller may use (see `Caller` in
-    `server.auth.callers`); None: all. `via` is the header that detects loops (see `loop_guard`)."""
+    """`models`, `configured_models`, `key` and `budgets` are those of the caller (see `Caller` in
+    `server.auth.callers`). `via` is the header that detects loops (see `loop_guard`)."""
 
     principal: str
     models: tuple[str, ...] | None
     lease_request: LeaseRequest
     configured_models: tuple[str, ...] | None
     via: bytes | None
+    key: str = ""
+    budgets: tuple[OwnedBudget, ...] = ()
 
 
 class LeaseReply(msgspec.Struct, frozen=True, array_like=True):
@@ -130,6 +133,7 @@ class LeaseReply(msgspec.Struct, frozen=True, array_like=True):
     found: LeaseInfo | None = None
     engine: EngineInfo | None = None
     queue_us: int = 0
+    budget_warning: str | None = None
 
 
 class RelayReply(msgspec.Struct, frozen=True, array_like=True):

@@ -111,7 +111,9 @@ class RemoteModelLease(ModelLease):
         caller = self._exchange.caller
         self._is_open = True
         via = self._exchange.headers.get(loop_guard.HEADER_BYTES)
-        asked = messages.AcquireLease(caller.principal, caller.models, request, caller.configured_models, via)
+        asked = messages.AcquireLease(
+            *(caller.principal, caller.models, request, caller.configured_models, via, caller.key, caller.budgets)
+        )
         found = (await self._call_parent(make_method_call("acquire_lease", asked))).found
         assert found is not None
         return found
@@ -125,6 +127,7 @@ class RemoteModelLease(ModelLease):
     async def _call_parent(self, method_call: MethodCall) -> LeaseReply:
         reply = await self._parent.call_method(method_call, LeaseReply, self._id)
         self.label, self.fallbacks, self.queue_us = reply.label, reply.fallbacks, reply.queue_us
+        self.budget_warning = reply.budget_warning
         self._engine = reply.engine
         lease = self._exchange.response.quota_lease
         if isinstance(lease, RemoteQuotaLease) and reply.rates:

@@ -2,7 +2,7 @@
 
 Rules
 1. What a request holds (quota, slots, engine) is released when the request leaves or its front end dies. Tokens
-   reserved by a front end that died count as spent, because they may have been.
+   reserved by a front end that died count as spent, because they may have been; also in the ledger.
 2. The progress of all generations leaves in one message per turn of the event loop.
 3. A front end is killed if more than `MAX_UNSENT` bytes wait for it.
 """
@@ -98,7 +98,9 @@ class RequestState:
         if lease is None:
             return LeaseReply(rates, failure)
         engine = None if self.engine is None else _describe(self.engine, self.model)
-        return LeaseReply(rates, failure, lease.label, lease.fallbacks, found, engine, lease.queue_us)
+        return LeaseReply(
+            *(rates, failure, lease.label, lease.fallbacks, found, engine, lease.queue_us, lease.budget_warning)
+        )
 
     def cancel(self, key: int) -> None:
         cancel = self.calls.pop(key, None)
@@ -147,6 +149,7 @@ class RequestHandlers:
         count = len([request_id for request_id in self._states if request_id])
         for state in self._states.values():
             state.release()
+            self._app.ledger.abandon(state.id)
             if state.quota_lease is not None:
                 state.quota_lease.abandon()
         self._states.clear()
@@ -199,9 +202,16 @@ class RequestHandlers:
         return state.reply()
 
     async def _acquire_lease(self, state: RequestState, request: messages.AcquireLease) -> LeaseReply:
-        caller = Caller(request.principal, models=request.models, configured_models=request.configured_models)
+        caller = Caller(
+            request.principal,
+            models=request.models,
+            configured_models=request.configured_models,
+            key=request.key,
+            budgets=request.budgets,
+        )
         state.via = request.via
-        state.model_lease = lease = LocalModelLease(self._app.catalog, caller, state.quota_lease)
+        app = self._app
+        state.model_lease = lease = LocalModelLease(app.catalog, caller, state.quota_lease, app.ledger, state.id)
         try:
             info = await lease.find(request.lease_request)
         except asyncio.CancelledError:

@@ -61,13 +61,14 @@ async def _embed(
         embed = (await lease.start()).embed_function_for(info.model)
         exchange.timer.expect(app.settings.limits.stall_seconds, stall_error)
         for batch in batches(request.inputs):
-            vectors += await _embed_batch(embed, batch, len(vectors), field_of)
+            embedded = await _embed_batch(embed, batch, len(vectors), field_of)
+            exchange.record.count(Usage(prompt=sum(entry.tokens for entry in embedded)))
+            vectors += embedded
             if isinstance(request, EmbeddingRequest):
                 _check_dimensions(request, vectors[0])
             exchange.timer.note_progress()
     finally:
         lease.close()
-    exchange.record.count(Usage(prompt=sum(entry.tokens for entry in vectors)))
     return request, vectors
 
 

@@ -117,7 +117,7 @@ class _Generation:
         app, exchange, timer = self._app, self._exchange, self._timer
         limits, record = app.settings.limits, exchange.record
         lease, estimate = app.model_lease(exchange), None
-        if self._response.quota_lease is not None and not is_fallback:
+        if not is_fallback:
             estimate = estimate_tokens(decoded, exchange.weight)
         try:
             info = await find_model(app, exchange, lease, decoded.model, decoded.asked, estimate, decoded.extra)
@@ -212,6 +212,8 @@ async def find_model(
         exchange.record.model = lease.label
     if info.ignored:
         exchange.response.ignore(info.ignored)
+    if lease.budget_warning is not None:
+        exchange.response.note_budget(lease.budget_warning)
     return info
 
 

@@ -16,7 +16,7 @@ from dragoman.models import ServedModel
 from dragoman.models.memory import resident_memory
 from dragoman.server.app import App
 from dragoman.server.http_exchange import HttpExchange
-from dragoman.server.telemetry.metrics import TOKENS, Histogram, Metrics, ModelMetrics
+from dragoman.server.telemetry.metrics import TOKENS, Histogram, Metrics, ModelMetrics, PrincipalMetrics
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 QUANTILES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
@@ -151,6 +151,8 @@ def _counters(metrics: Metrics) -> Iterator[Metric]:
         for kind in TOKENS:
             tokens.add_metric([name, kind.removesuffix("_tokens")], one.tokens[kind])
     yield from (requests, errors, tokens)
+    if metrics.principals:
+        yield from _principal_counters(metrics.principals)
     for name, text, pick in HISTOGRAMS:
         family = HistogramMetricFamily(f"dragoman_{name}_seconds", text, labels=["model"])
         for model, one in models.items():
@@ -161,6 +163,18 @@ def _counters(metrics: Metrics) -> Iterator[Metric]:
     for limit, count in sorted(metrics.limited.items()):
         limited.add_metric([limit], count)
     yield limited
+
+
+def _principal_counters(principals: Mapping[str, PrincipalMetrics]) -> Iterator[Metric]:
+    requests = CounterMetricFamily("dragoman_principal_requests", "Requests that have ended.", labels=["principal"])
+    tokens = CounterMetricFamily(
+        "dragoman_principal_tokens", "Tokens as counted by the engines.", labels=["principal", "kind"]
+    )
+    for name, one in principals.items():
+        requests.add_metric([name], one.requests)
+        for kind in TOKENS:
+            tokens.add_metric([name, kind.removesuffix("_tokens")], one.tokens[kind])
+    yield from (requests, tokens)
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

@@ -7,6 +7,7 @@ Rules
    at the end replaces the estimate. Without one, the estimate counts as unfinished tokens, and so does an estimate of
    the prompt. Clients never get these estimates.
 4. Only served models become labels, never names sent by clients, paths or keys. So the number of series is bounded.
+   Principals become labels if the operator wants it, and only the first ones that send requests.
 """
 
 import math
@@ -30,6 +31,9 @@ TOKENS = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_toke
 BATCH = 64
 """Ended requests are counted in batches of this size, and before every read."""
 CHARACTERS_PER_TOKEN = 4
+MAX_PRINCIPALS = 200
+OTHER_PRINCIPALS = "other"
+"""The label of the principals above that number."""
 
 
 class RequestRecord(msgspec.Struct, omit_defaults=True):
@@ -42,6 +46,8 @@ class RequestRecord(msgspec.Struct, omit_defaults=True):
     route: str
     scope: str | None = None
     principal: str = "anonymous"
+    key: str = ""
+    """As in `Caller`."""
     client: str | None = None
     scheme: str | None = None
     """The scheme of the client's connection, if a trusted proxy reports it."""
@@ -53,6 +59,8 @@ class RequestRecord(msgspec.Struct, omit_defaults=True):
     reasoning_tokens: int = 0
     unfinished_tokens: int = 0
     """Tokens of choices that were cut off, or whose server reports no usage. No client gets this number."""
+    unfinished_prompt_tokens: int = 0
+    """The part of `unfinished_tokens` that is the prompt."""
     queue_us: int | None = None
     first_event_us: int | None = None
     first_token_us: int | None = None
@@ -70,6 +78,14 @@ class RequestRecord(msgspec.Struct, omit_defaults=True):
         self.completion_tokens += usage.completion
         self.cached_tokens += usage.cached
         self.reasoning_tokens += usage.reasoning
+
+    @property
+    def used_prompt(self) -> int:
+        return self.prompt_tokens + self.unfinished_prompt_tokens
+
+    @property
+    def used_completion(self) -> int:
+        return self.completion_tokens + self.unfinished_tokens - self.unfinished_prompt_tokens
 
     @property
     def spent_tokens(self) -> int:
@@ -161,6 +177,12 @@ class MinuteWindow:
             self._seconds.append(_Second(second))
         self._seconds[-1].taken += amount
         self._seconds[-1].expires = now + MINUTE
+
+    def restore(self, amount: int, taken_at: float) -> None:
+        """Add what was taken before everything else, by the server that ran before this one."""
+        if amount:
+            self._seconds.appendleft(_Second(math.floor(taken_at), amount, taken_at + MINUTE))
+            self._taken += amount
 
     def release(self, amount: int, taken_at: float) -> None:
         """Return a part of what was taken at that time, if it has not expired."""
@@ -287,19 +309,33 @@ class Meter:
     def close(self) -> None:
         """Count the unfinished choices when the request has ended."""
         if self._open:
-            tokens = int(sum(reported or estimated for _, reported, estimated in self._open.values()))
-            if not self._record.prompt_tokens:
+            record, prompt = self._record, 0
+            if not record.prompt_tokens:
                 is_estimated = not self._prompt and any(estimated for _, _, estimated in self._open.values())
-                tokens += self._estimate() if is_estimated else self._prompt
-            self._record.unfinished_tokens = tokens
+                prompt = self._estimate() if is_estimated else self._prompt
+            completion = int(sum(reported or estimated for _, reported, estimated in self._open.values()))
+            record.unfinished_prompt_tokens, record.unfinished_tokens = prompt, prompt + completion
             self._open.clear()
         # The estimate refers to the whole request, which must be freed before this meter.
         self._estimate = int
 
 
-class Metrics:
+class PrincipalMetrics:
     def __init__(self) -> None:
+        self.requests = 0
+        self.tokens = dict.fromkeys(TOKENS, 0)
+
+    def add(self, record: RequestRecord) -> None:
+        self.requests += 1
+        for kind in TOKENS:
+            self.tokens[kind] += getattr(record, kind)
+
+
+class Metrics:
+    def __init__(self, counts_principals: bool = False) -> None:
         self.began = time.time()
+        self._counts_principals = counts_principals
+        self._principals: dict[str, PrincipalMetrics] = {}
         self._models: dict[str, ModelMetrics] = {}
         self._ended: list[RequestRecord] = []
         self._others = ModelMetrics()
@@ -322,6 +358,17 @@ class Metrics:
         ended, self._ended = self._ended, []
         for record in ended:
             (self._others if record.model is None else self.for_model(record.model)).add(record)
+            if self._counts_principals:
+                self._for_principal(record.principal).add(record)
+
+    def _for_principal(self, principal: str) -> PrincipalMetrics:
+        is_known = principal in self._principals or len(self._principals) < MAX_PRINCIPALS
+        return self._principals.setdefault(principal if is_known else OTHER_PRINCIPALS, PrincipalMetrics())
+
+    @property
+    def principals(self) -> dict[str, PrincipalMetrics]:
+        self._count_ended()
+        return self._principals
 
     @property
     def models(self) -> dict[str, ModelMetrics]:

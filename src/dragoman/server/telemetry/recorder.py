@@ -1,10 +1,10 @@
-"""Records every request that has ended: in the metrics, the event log, the traces and the log.
+"""Records every request that has ended: in the metrics, the ledger, the event log, the traces and the log.
 
 The event log is a file of JSON lines:
 
     run_start  schema, time, host, version, models (name, engine, device), config (without secrets)
-    request    id, time, route, scope, client, model, principal, status, tokens, times in microseconds (queue, first
-               event, first token, duration), finish, error, number of warnings, ignored parameters
+    request    id, time, route, scope, client, model, principal, key, status, tokens, times in microseconds (queue,
+               first event, first token, duration), finish, error, number of warnings, ignored parameters
     run_end    time, totals
 
 The id of a request is the id of its response and its `x-request-id` header. Every line is written immediately, so it
@@ -31,6 +31,7 @@ from dragoman.core.errors import ConfigError
 from dragoman.core.urls import remove_credentials
 from dragoman.core.version import __version__
 from dragoman.server.telemetry.metrics import Metrics, RequestRecord
+from dragoman.storage.ledger import Ledger
 
 SCHEMA = 1
 HIDDEN = "***"
@@ -51,7 +52,8 @@ class Recorder(Protocol):
 class TelemetryRecorder:
     def __init__(self, settings: Telemetry, event_log: str | None) -> None:
         self.events = EventLog(event_log)
-        self.metrics = Metrics()
+        self.metrics = Metrics(settings.metrics_by_principal)
+        self.ledger: Ledger | None = None
         self.is_tracing = settings.traces is not None
         self._logs_requests = settings.log_requests
         self._traces = None
@@ -63,6 +65,8 @@ class TelemetryRecorder:
 
     def request(self, record: RequestRecord) -> None:
         self.metrics.add(record)
+        if self.ledger is not None:
+            self.ledger.close(record)
         self.events.request(record)
         if self._traces is not None:
             self._traces.request(record)

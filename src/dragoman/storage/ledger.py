@@ -1,0 +1,286 @@
+"""The ledger: which tokens each request to a model reserves and uses, and whose they are.
+
+    open      a request begins; it waits for the database only if a budget of its owner may refuse it
+    close     the request has ended, with the tokens that it used
+    abandon   the front end of the request died, so it is unknown what it used
+
+Rules
+1. Entries are collected and written in groups, every `WRITE_SECONDS`. After kill -9 the last group is missing, except
+   for entries with reservations: those were written before their requests ran.
+2. While the database is not available, requests run and their entries wait. Owners with a refusing budget get 503.
+3. Open entries of a server that died are closed as lost: by its next start, or by another server that shares the
+   database (see `servers`).
+4. A database in memory keeps no closed entries, only their sums.
+5. All methods are called in the event loop.
+
+`ledger_entries` and `budgets` have the rules of entries and budgets, `ledger_sql` the statements.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from sqlalchemy import Connection
+
+from dragoman.config.sections import MEMORY
+from dragoman.config.settings import Settings
+from dragoman.core.errors import QuotaExhausted, StorageUnavailable
+from dragoman.protocols.usage import day_of
+from dragoman.storage import ledger_sql
+from dragoman.storage.budgets import BudgetPeriod, BudgetTable, Owner, Refusal, periods_at
+from dragoman.storage.database import Database
+from dragoman.storage.ledger_entries import Entry, EntryGroup, Journal
+from dragoman.storage.ledger_sql import RecentUse, WrittenGroup
+from dragoman.storage.prices import PriceTable
+
+log = logging.getLogger("dragoman.ledger")
+
+WRITE_SECONDS = 0.25
+RETRY_SECONDS = 2.0
+MOST_WRITTEN = 1000
+"""Entries of one group."""
+MOST_KNOWN = 10_000
+"""Budgets of which the spent amount is kept in memory."""
+RECENT_SECONDS = 60.0
+
+T = TypeVar("T")
+
+
+class EndedRequest(Protocol):
+    """What the ledger needs to know of a request that has ended. `model` is the one that answered."""
+
+    id: str
+    model: str | None
+    status: int
+    cached_tokens: int
+    reasoning_tokens: int
+
+    @property
+    def used_prompt(self) -> int: ...
+
+    @property
+    def used_completion(self) -> int: ...
+
+
+class Ledger:
+    """`refusals` counts the requests that budgets refused."""
+
+    def __init__(self, database: Database, settings: Settings, refusals: Counter[str]) -> None:
+        self._database = database
+        self._keeps_closed = database.address != MEMORY
+        self._refusals = refusals
+        self._open: dict[str, Entry] = {}
+        self._journal = Journal()
+        self._warning: dict[str, list[BudgetPeriod]] = {}
+        """Budgets that warn, by the entries that count for them and are not closed in the database."""
+        self._spent: dict[BudgetPeriod, int] = {}
+        """What was spent of budgets that warn, as far as it is known."""
+        self._writes: set[asyncio.Future[Any]] = set()
+        self._writing: asyncio.Task[None] | None = None
+        self.configure(settings)
+
+    def configure(self, settings: Settings) -> None:
+        """Apply prices, budgets and the retention. Open entries keep the costs that they reserve."""
+        self._prices = PriceTable(settings.prices)
+        self._keep_seconds = settings.storage.keep.usage
+        self.budgets = BudgetTable(settings.budgets)
+
+    def open(
+        self, request_id: str, owner: Owner, models: Sequence[str], prompt: int, completion: int
+    ) -> Awaitable[None] | None:
+        """Open the entry of a request that may need this many tokens. A result must be awaited before the request runs;
+        it raises `QuotaExhausted` or `StorageUnavailable`.
+
+        The first of `models` is requested; the others may answer instead, so the highest of their prices is reserved.
+        """
+        now = time.time()
+        cost = max([self._prices.price_of(model).cost(prompt, 0, completion) for model in models])
+        self._open[request_id] = entry = Entry(
+            *(request_id, self._database.server, now, None, owner.key, owner.principal, models[0], None),
+            *(prompt, 0, completion, 0, cost),
+        )
+        budgets = self.budgets.budgets_of(owner)
+        if budgets:
+            periods = periods_at(budgets, day_of(now))
+            if warning := [period for period in periods if period.budget.action == "warn"]:
+                self._warning[request_id] = warning
+            if refusing := [period for period in periods if period.budget.action == "refuse"]:
+                return self._reserve(entry, refusing)
+        self._put(entry)
+        return None
+
+    def find_warning(self, owner: Owner) -> str | None:
+        """Describe the first budget of an owner that warns and is passed."""
+        today = day_of(time.time())
+        for period in periods_at(self.budgets.budgets_of(owner), today):
+            budget, spent = period.budget, self._spent.get(period, 0)
+            if budget.action == "warn" and spent >= budget.limit:
+                return f"{budget.describe(spent)}; begins anew on {period.end_text}"
+        return None
+
+    def close(self, ended: EndedRequest) -> None:
+        """Close the entry of a request, if it has one."""
+        entry = self._open.pop(ended.id, None)
+        if entry is None:
+            return
+        model = ended.model or entry.model
+        prompt, completion = ended.used_prompt, ended.used_completion
+        cost = self._prices.price_of(model).cost(prompt, ended.cached_tokens, completion)
+        self._put(
+            Entry(
+                *(entry.id, entry.server, entry.opened, time.time(), entry.key, entry.principal, model, ended.status),
+                *(prompt, ended.cached_tokens, completion, ended.reasoning_tokens, cost),
+            )
+        )
+
+    def abandon(self, request_id: str) -> None:
+        """Close the entry of a request whose result is unknown."""
+        entry = self._open.pop(request_id, None)
+        if entry is not None:
+            self._put(entry.as_lost(time.time()))
+
+    async def flush(self) -> None:
+        """Write what is waiting now. Returns without an error if the database is not available."""
+        self._submit_waiting()
+        if self._writes:
+            await asyncio.wait(self._writes)
+
+    async def stop(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+        await self.flush()
+        if len(self._journal):
+            log.error("the storage is not available: %d entries of the ledger are lost", len(self._journal))
+
+    async def close_lost(self) -> None:
+        """Close the entries of servers that died."""
+        if not self._keeps_closed:
+            return
+        count = found = await self._close_some_lost()
+        while found:
+            found = await self._close_some_lost()
+            count += found
+        if count:
+            log.warning("%d requests ended with their server; what they had reserved counts as used", count)
+
+    async def _close_some_lost(self) -> int:
+        server, now = self._database.server, time.time()
+        return await self._database.write(lambda connection: ledger_sql.close_lost(connection, server, now))
+
+    async def delete_expired(self) -> None:
+        """Delete entries that are older than `storage.keep.usage`."""
+        if not self._keeps_closed:
+            return
+        before = time.time() - self._keep_seconds
+        while await self._database.write(lambda connection: ledger_sql.delete_expired(connection, before)):
+            pass
+
+    async def read_recent(self) -> list[RecentUse]:
+        """What keys used in the last minute on servers that run no more, such as this one before its restart."""
+        if not self._keeps_closed:
+            return []
+        now, server = time.time(), self._database.server
+        since = now - RECENT_SECONDS
+        return await self._database.read(lambda connection: ledger_sql.read_recent(connection, server, since, now))
+
+    def _put(self, entry: Entry) -> None:
+        if not self._journal.put(entry):
+            self._warning.pop(entry.id, None)
+            if self._journal.lost == 1:
+                log.error("%d entries of the ledger wait for the storage; further ones are lost", len(self._journal))
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.get_running_loop().create_task(self._write_regularly())
+
+    async def _write_regularly(self) -> None:
+        """Write groups until nothing is waiting."""
+        while len(self._journal):
+            await asyncio.sleep(WRITE_SECONDS)
+            while (written := self._submit_oldest()) is not None:
+                await asyncio.wait([written])
+                if written.cancelled() or written.exception() is not None:
+                    await asyncio.sleep(RETRY_SECONDS)
+
+    def _submit_waiting(self) -> None:
+        while self._submit_oldest() is not None:
+            pass
+
+    def _submit_oldest(self) -> "asyncio.Future[WrittenGroup] | None":
+        """Begin to write the oldest entries; None if no entry is waiting."""
+        group = self._journal.take(MOST_WRITTEN)
+        if group is None:
+            return None
+        periods: tuple[BudgetPeriod, ...] = ()
+        if self._warning:
+            periods = tuple({period for entry in group.entries for period in self._warning.get(entry.id, ())})
+        change = partial(ledger_sql.write_group, group=group, periods=periods, keeps_closed=self._keeps_closed)
+        return self._submit(change, partial(self._note_written, group, periods))
+
+    def _submit(
+        self, change: Callable[[Connection], T], note: "Callable[[asyncio.Future[T]], None]"
+    ) -> "asyncio.Future[T]":
+        """Begin a write. `note` is called with its result, even if the caller no longer waits for it."""
+        written = asyncio.wrap_future(self._database.submit(change))
+        self._writes.add(written)
+        written.add_done_callback(self._writes.discard)
+        written.add_done_callback(note)
+        return written
+
+    def _note_written(
+        self, group: EntryGroup, periods: Sequence[BudgetPeriod], written: "asyncio.Future[WrittenGroup]"
+    ) -> None:
+        if _is_unavailable(written):
+            self._journal.note_failed(group)
+            return
+        if (error := written.exception()) is not None:
+            log.error("%d entries of the ledger cannot be written", len(group.entries), exc_info=error)
+            self._journal.drop(group)
+        else:
+            self._journal.note_written(group)
+            self._note_spent(periods, written.result())
+        if self._journal.lost:
+            log.error("%d requests are missing in the ledger", self._journal.lost)
+            self._journal.lost = 0
+        if self._warning:
+            for entry in group.entries:
+                if entry.closed is not None:
+                    self._warning.pop(entry.id, None)
+
+    def _note_spent(self, periods: Sequence[BudgetPeriod], written: WrittenGroup) -> None:
+        """Log the budgets that this group has passed. Of all groups, of all servers, only one passes a budget."""
+        if len(self._spent) > MOST_KNOWN:
+            self._spent.clear()
+        for period, before, after in zip(periods, written.before, written.after, strict=True):
+            budget = period.budget
+            self._spent[period] = after
+            if before < budget.limit <= after:
+                log.warning("budget passed: %s; begins anew on %s", budget.describe(after), period.end_text)
+
+    async def _reserve(self, entry: Entry, periods: Sequence[BudgetPeriod]) -> None:
+        group = self._journal.hold(entry)
+        # Requests that have ended count with their true tokens.
+        self._submit_waiting()
+        change = partial(ledger_sql.reserve, entry=entry, periods=periods)
+        # A request that is cancelled meanwhile may have a reservation all the same.
+        refusal = await asyncio.shield(self._submit(change, partial(self._note_reserved, group)))
+        if refusal is not None:
+            self._refusals[QuotaExhausted.type] += 1
+            raise QuotaExhausted(refusal.message)
+
+    def _note_reserved(self, group: EntryGroup, reserved: "asyncio.Future[Refusal | None]") -> None:
+        if reserved.cancelled() or reserved.exception() is not None:
+            self._journal.note_failed(group)
+        elif reserved.result() is None:
+            self._journal.note_written(group)
+        else:
+            self._journal.refuse(group)
+            for entry in group.entries:
+                self._open.pop(entry.id, None)
+                self._warning.pop(entry.id, None)
+
+
+def _is_unavailable(written: "asyncio.Future[Any]") -> bool:
+    return written.cancelled() or isinstance(written.exception(), StorageUnavailable)
