@@ -4,6 +4,7 @@ import copy
 import itertools
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ class Clock:
 
 
 def quota(clock: Clock | None = None, **limits: int) -> Quota:
-    return Quota(KeyLimits(**limits), clock or Clock())
+    return Quota(msgspec.convert(limits, KeyLimits), clock or Clock())
 
 
 def entered(of: Quota) -> QuotaLease:
