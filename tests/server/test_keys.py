@@ -8,6 +8,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -54,7 +55,7 @@ def make(store: KeyStore) -> Make:
     def made(
         name: str = "anna", models: tuple[str, ...] = (), routes: tuple[RouteScope, ...] = (), **limits: int
     ) -> str:
-        return store.create(name, models=models, routes=routes, limits=KeyLimits(**limits))[0]
+        return store.create(name, models=models, routes=routes, limits=msgspec.convert(limits, KeyLimits))[0]
 
     return made
 
