@@ -15,6 +15,7 @@ from dragoman.config.sections import Jwt, KeyLimits, Keys
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError, PermissionDenied, StorageUnavailable, Unauthorized
 from dragoman.server.auth.access import Authenticator, principal_of
+from dragoman.server.auth.callers import UNRESTRICTED, SavedCaller
 from dragoman.server.preflight_checks import check_exposure
 from dragoman.storage.keys import KeyStore
 
@@ -182,3 +183,25 @@ def test_creating_another_key_for_a_name_prints_a_note(
     assert main(["keys", "revoke", key.id]) == 0
     assert main(["keys", "create", "anna"]) == 0
     assert "user:anna had a key before" in capsys.readouterr().err
+
+
+def test_a_saved_caller_keeps_its_rights_until_its_key_is_revoked(store: KeyStore, open_authenticator: Open) -> None:
+    secret, key = store.create("anna", models=["small*"], limits=KeyLimits(requests_per_minute=1))
+    authenticator = open_authenticator()
+    saved = SavedCaller.of(authenticator.authenticate(given(secret)))
+    restored = authenticator.restore(msgspec.json.decode(msgspec.json.encode(saved), type=SavedCaller))
+    assert restored.principal == "user:anna"
+    assert restored.quota is None
+    with pytest.raises(PermissionDenied):
+        restored.check_model("large")
+    store.revoke(key.id)
+    time.sleep(RECHECK_SECONDS)
+    with pytest.raises(Unauthorized, match="not valid any more"):
+        authenticator.restore(saved)
+
+
+def test_a_saved_caller_without_a_key_is_refused_once_keys_are_required(open_authenticator: Open) -> None:
+    saved = SavedCaller.of(UNRESTRICTED)
+    assert open_authenticator().restore(saved).principal == "anonymous"
+    with pytest.raises(Unauthorized):
+        open_authenticator(STATIC).restore(saved)

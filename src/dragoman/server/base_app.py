@@ -226,9 +226,11 @@ class BaseApp(ABC):
             # The path may contain a key by mistake.
             exchange.record.route = f"{method} {self._authenticator.redact(path)[:MAX_SHOWN_PATH]}"
         route = methods.get("GET" if method == "HEAD" else method)
-        exchange.record.id = new_id(route.id_prefix if route else "req-")
+        job = exchange.job
+        exchange.record.id = new_id(route.id_prefix if route else "req-") if job is None else job.id
         response.family = route.family if route and route.family else family(path, exchange.headers)
-        exchange.check_headers(self._hosts)
+        if job is None:
+            exchange.check_headers(self._hosts)
         self._note_client(exchange)
         if not self._cors.is_empty:
             response.extra_headers += self._cors.reply_headers(exchange.headers)
@@ -283,13 +285,16 @@ class BaseApp(ABC):
             record.trace = exchange.headers[b"traceparent"].decode("latin-1")[:100]
 
     def _authorize(self, exchange: HttpExchange, scope: RouteScope | None) -> None:
-        timer = exchange.timer
-        timer.deadline = timer.started + self.settings.limits.request_seconds
-        if b"x-dragoman-timeout" in exchange.headers:
-            timer.shorten_deadline(exchange.headers[b"x-dragoman-timeout"])
-        caller = self._authenticator.authenticate(exchange.headers)
-        if caller.principal == ANONYMOUS and (principal := exchange.host_principal(self.identify)) is not None:
-            caller = replace(caller, principal=principal)
+        if exchange.job is None:
+            timer = exchange.timer
+            timer.deadline = timer.started + self.settings.limits.request_seconds
+            if b"x-dragoman-timeout" in exchange.headers:
+                timer.shorten_deadline(exchange.headers[b"x-dragoman-timeout"])
+            caller = self._authenticator.authenticate(exchange.headers)
+            if caller.principal == ANONYMOUS and (principal := exchange.host_principal(self.identify)) is not None:
+                caller = replace(caller, principal=principal)
+        else:
+            caller = exchange.job.caller
         exchange.caller = caller
         exchange.record.principal = caller.principal
         exchange.record.key = caller.key

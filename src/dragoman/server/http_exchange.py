@@ -27,6 +27,7 @@ from dragoman.core.errors import (
     UnsupportedMedia,
 )
 from dragoman.protocols.json_body import LARGE_BODY, has_more_elements
+from dragoman.server.app_calls import JOB, Job
 from dragoman.server.auth.callers import UNRESTRICTED, Caller
 from dragoman.server.auth.host_user import Identify, host_principal
 from dragoman.server.http.bodies import run_in_body_thread
@@ -62,8 +63,11 @@ class HttpExchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
         self._receive = receive
-        connection = scope.get("extensions", {}).get(DIRECT)
+        extensions = scope.get("extensions", {})
+        connection = extensions.get(DIRECT)
         self._direct: Response | None = None if connection is None else connection.response(scope)
+        self.job: Job | None = extensions.get(JOB)
+        """Set if the server itself sent the request, for a caller who does not wait."""
         self.peer: str | None = (scope.get("client") or (None,))[0]
         """The address of the other end of the connection; None for a Unix socket."""
         self.method: str = scope["method"]

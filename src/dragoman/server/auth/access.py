@@ -36,6 +36,7 @@ from dragoman.server.auth.callers import (
     UNRESTRICTED,
     Caller,
     Quota,
+    SavedCaller,
     allowed_scopes,
     own_budgets,
 )
@@ -86,6 +87,22 @@ class Authenticator:
         if found is None:
             raise Unauthorized("invalid API key")
         return found
+
+    def restore(self, saved: SavedCaller) -> Caller:
+        """The caller of a job, without a quota. Raises Unauthorized if its key is not valid any more."""
+        if saved.key == JWT_KEY:
+            if self._jwt is None:
+                raise Unauthorized("this server does not accept tokens any more")
+            rights = (frozenset(saved.routes), saved.models, None, saved.configured_models)
+            owner = self._jwt.owner(saved.principal)
+            return Caller(saved.principal, *rights, key=owner.key, budgets=owner.budgets)
+        if not saved.key:
+            return replace(self.authenticate({}), principal=saved.principal, quota=None)
+        self._stored.is_used()
+        caller = next((caller for caller in self.callers() if caller.key == saved.key), None)
+        if caller is None:
+            raise Unauthorized("the key that sent this is not valid any more")
+        return replace(caller, quota=None)
 
     def redact(self, text: str) -> str:
         """Hide API keys and tokens in a client's text, for the log."""

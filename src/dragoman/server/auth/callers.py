@@ -311,6 +311,20 @@ class Caller:
             raise PermissionDenied(f"this key may not use model '{model}'; it allows: {self.allowed}", param="model")
 
 
+class SavedCaller(msgspec.Struct, frozen=True):
+    """A caller as the storage keeps it with a job, until `Authenticator.restore`."""
+
+    principal: str
+    key: str
+    routes: tuple[RouteScope, ...]
+    models: tuple[str, ...] | None
+    configured_models: tuple[str, ...] | None
+
+    @classmethod
+    def of(cls, caller: Caller) -> "SavedCaller":
+        return cls(caller.principal, caller.key, tuple(caller.routes), caller.models, caller.configured_models)
+
+
 def own_budgets(limits: KeyLimits, column: OwnerColumn, value: str) -> tuple[OwnedBudget, ...]:
     """The budgets among the limits of a key."""
     return tuple(OwnedBudget.of(limit, column, value) for limit in limits.budgets)

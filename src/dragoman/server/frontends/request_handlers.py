@@ -36,6 +36,7 @@ from dragoman.ipc.messages import (
 from dragoman.ipc.worker_main import run_generation, run_method_call
 from dragoman.pipeline.generate import STAGE_FEATURES
 from dragoman.server.app import App
+from dragoman.server.app_calls import call_app
 from dragoman.server.auth.callers import Caller, QuotaLease
 from dragoman.server.frontends import messages
 from dragoman.server.frontends.messages import LeaseReply
@@ -46,6 +47,8 @@ log = logging.getLogger("dragoman.fronts")
 MAX_UNSENT = 256 * 1024 * 1024
 PIPELINE_FEATURES = STAGE_FEATURES | {Feature.COUNT_TOKENS}
 """Features of an engine that matter to the pipeline, which runs in the front end."""
+NO_SERVER: dict[str, Any] = {"asgi": {"version": "3.0"}, "server": None, "extensions": {}}
+"""The parts of an ASGI scope that a front end does not send."""
 LEASE_METHODS = ("enter_quota", "acquire_lease", "start_lease")
 """Their answer is a `LeaseReply` even if they fail."""
 
@@ -244,7 +247,8 @@ class RequestHandlers:
         ((key, cancel),) = state.calls.items()
         state.calls[key] = lambda: cancel() if self._app.is_stopping else disconnected.set()
         try:
-            return await _call_app(self._app, scope, body, disconnected)
+            reply = await call_app(self._app, scope | NO_SERVER, body, disconnected)
+            return messages.RelayReply(reply.status, reply.headers, reply.body)
         finally:
             self._states.pop(state.id, None)
 
@@ -315,24 +319,3 @@ def _describe(engine: Engine, name: str) -> EngineInfo:
     return EngineInfo(
         (engine.model_info(name),), engine.supports() & PIPELINE_FEATURES, emits_tool_calls=engine.emits_tool_calls
     )
-
-
-async def _call_app(app: Any, scope: dict[str, Any], body: bytes, disconnected: asyncio.Event) -> messages.RelayReply:
-    """Call the app as an ASGI server would and collect its reply."""
-    unread = [{"type": "http.request", "body": body, "more_body": False}]
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        if unread:
-            return unread.pop()
-        await disconnected.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(part: dict[str, Any]) -> None:
-        sent.append(part)
-
-    await app(scope | {"asgi": {"version": "3.0"}, "server": None, "extensions": {}}, receive, send)
-    # A request whose client has gone gets no reply.
-    start: dict[str, Any] = sent[0] if sent else {"status": 500}
-    content = b"".join(part.get("body", b"") for part in sent)
-    return messages.RelayReply(start["status"], list(start.get("headers", ())), content)
