@@ -178,9 +178,13 @@ def test_declared_features_reach_the_engine() -> None:
 def test_event_log_names_the_model_of_tokenize(tmp_path: Path) -> None:
     log = tmp_path / "events.jsonl"
     app = create_app(TokenEngine(), settings=Settings(event_log=str(log)))
-    talk(app, lambda client: client.post("/tokenize", json={"content": "one", "model": "org/counting"}))
-    talk(app, lambda client: client.post("/detokenize", json={"tokens": [3]}))
-    asyncio.run(app.stop())
+
+    async def use(client: httpx.AsyncClient) -> None:
+        await client.post("/tokenize", json={"content": "one", "model": "org/counting"})
+        await client.post("/detokenize", json={"tokens": [3]})
+        await app.stop()
+
+    talk(app, use)
     requests = [json.loads(line) for line in log.read_text().splitlines() if '"request"' in line]
     assert [event["model"] for event in requests] == ["org/counting", "counting"]
 

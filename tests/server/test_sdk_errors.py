@@ -220,17 +220,17 @@ def refused(response: httpx.Response, status: int, kind: str) -> str:
 
 
 def test_anthropic_errors_before_routing(strained: Running, http: httpx.Client) -> None:
-    for path in ("/v1/messages/nope", "/v1/messages/batches", "/v1/messages/nope?a=b"):
+    for path in ("/v1/messages/nope", "/v1/messages/nope?a=b"):
         refused(http.post(path, json={}), 404, "not_found_error")
         refused(http.get(path), 404, "not_found_error")
-    refused(http.get("/v1/files", headers=VERSION), 404, "not_found_error")
+    refused(http.get("/v1/nothing", headers=VERSION), 404, "not_found_error")
     refused(http.get("/v1/messages"), 405, "invalid_request_error")
     refused(http.get("/v1/models/nothing", headers=VERSION), 404, "not_found_error")
     refused(http.post("/v1/messages", json=HELLO, headers={"host": "!"}), 400, "invalid_request_error")
     refused(http.post("/v1/messages", content=b"{"), 400, "invalid_request_error")
     text = {"content-type": "text/plain"}
     refused(http.post("/v1/messages", content=b"{}", headers=text), 415, "invalid_request_error")
-    assert list(http.get("/v1/files").json()) == ["error"]
+    assert list(http.get("/v1/nothing").json()) == ["error"]
     assert list(http.post("/v1/chat/completions", json={}, headers=VERSION).json()) == ["error"]
     with talking(strained) as anonymous:
         assert anonymous.head("/").status_code == 200
