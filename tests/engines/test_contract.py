@@ -16,7 +16,7 @@ from dragoman.core.errors import BadRequest, ContextTooLong, DragomanError, Engi
 from dragoman.core.events import Finished, Started, TextDelta, Usage
 from dragoman.core.features import Feature
 from dragoman.core.reply import Choice
-from dragoman.core.request import GenerationRequest, Message, Sampling, Text
+from dragoman.core.request import Delivery, GenerationRequest, Message, Sampling, Text
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions
 from dragoman.engines.upstream.engine import UpstreamEngine
 from dragoman.engines.upstream.options import UpstreamOptions
@@ -31,6 +31,7 @@ CONTEXT = 256
 SLOTS = 2
 LONG = "Write a very long story about a cat who goes to sea. " * 2
 OVERLONG = "word " * 1500
+STREAM = Delivery(stream=True)
 
 
 class CustomAsyncEngine(Engine):
@@ -196,7 +197,7 @@ async def test_concurrent_replies_do_not_mix(engine: Engine) -> None:
 async def test_closing_a_stream_frees_its_slot(engine: Engine) -> None:
     """After closing more long streams than there are slots, a short request is served at once."""
     for _ in range(2):
-        streams = [stream_events(engine, ask(LONG, max_tokens=None)) for _ in range(SLOTS)]
+        streams = [stream_events(engine, ask(LONG, max_tokens=None, delivery=STREAM)) for _ in range(SLOTS)]
         for stream in streams:
             await anext(stream)
         assert isinstance(engine, ScriptedEngine) or count_running(engine) == SLOTS
@@ -210,7 +211,7 @@ async def test_closing_a_stream_frees_its_slot(engine: Engine) -> None:
 
 async def test_cancelling_the_reader_frees_its_slot(engine: Engine) -> None:
     async def read() -> None:
-        async with aclosing(stream_events(engine, ask(LONG, max_tokens=None))) as stream:
+        async with aclosing(stream_events(engine, ask(LONG, max_tokens=None, delivery=STREAM))) as stream:
             async for _ in stream:
                 pass
         await asyncio.Event().wait()  # a fast engine may have finished already

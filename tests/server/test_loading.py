@@ -130,7 +130,7 @@ def test_only_failure_of_only_directory_model_stops_server(
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(1)
             assert httpx.get(f"{url}/health", trust_env=False, timeout=60).status_code == 200
-        assert "serving the models folder on http" in log.read_text()
+            assert "serving the models folder on http" in log.read_text()
 
 
 def test_damaged_files_in_a_models_folder_are_reported_once_before_serving(tmp_path: Path, serving: Serving) -> None:
