@@ -155,5 +155,5 @@ def _damaged(random: Random, pause: float) -> RawCase:
     if ends < 0.25:
         return RawCase(_pieces(random, data[: random.randrange(len(data) + 1)]), None, pause, leave=True)
     if ends < 0.3:
-        data = data[: random.randrange(1, len(data) + 1)]
+        data = data[: random.randrange(len(data) + 1)]
     return RawCase(_pieces(random, data + LAST), None, pause)
