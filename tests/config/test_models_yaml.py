@@ -1,6 +1,5 @@
 """The list of models in the form of Lethean's server."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "models.yaml"
 
 
-def test_entries_at_the_root_and_below_models(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_entries_at_the_root_and_below_models(file: Path) -> None:
     (file.parent / "weights").mkdir()
     (file.parent / "weights/config.json").write_text("{}")
     (file.parent / "weights/model.safetensors").write_bytes(b"")
@@ -24,15 +23,14 @@ def test_entries_at_the_root_and_below_models(file: Path, caplog: pytest.LogCapt
         "weights: {path: weights, quant: 4}\n"
         "models:\n  Llama: {path: /abs/llama.gguf, context: 512}\n  other: sub/other.gguf\n"
     )
-    with caplog.at_level(logging.WARNING):
-        found = read_models_yaml(str(file))
+    found = read_models_yaml(str(file))
     assert {name: (model.engine, model.source, model.options) for name, model in found.items()} == {
         "gemma": ("llama", str(file.parent / "gemma.gguf"), {}),
         "weights": ("vllm", str(file.parent / "weights"), {}),
         "Llama": ("llama", "/abs/llama.gguf", {"context": 512}),
         "other": ("llama", str(file.parent / "sub/other.gguf"), {}),
     }
-    assert caplog.messages == [f"{file}: model weights: ignored keys: quant"]
+    assert {name: model.ignored_keys for name, model in found.items() if model.ignored_keys} == {"weights": ("quant",)}
 
 
 def test_the_configuration_takes_precedence(file: Path) -> None:

@@ -83,7 +83,9 @@ def test_models_yaml_is_read_again_after_a_change(tmp_path: Path, serving: Servi
     file.write_text("first: {engine: scripted, nickname: x}\nmodels:\n  second: {engine: scripted}\n")
     config = {"models": {"own": {"engine": "scripted"}}, "models_dir": []}
     with serving(tmp_path, config, "--models-yaml", str(file)) as running, talking(running) as client:
-        assert "model first: ignored keys: nickname" in running.log.read_text()
+        [warning] = [line for line in running.log.read_text().splitlines() if "ignored keys: nickname" in line]
+        assert " WARNING dragoman: --models-yaml " in warning
+        assert f"{file}:1: model first: " in warning
         for name in ("own", "first", "second"):
             assert ask(client, CHAT, model=name).status_code == 200
         refused(ask(client, CHAT, model="third"), 404, param="model")

@@ -81,6 +81,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     ray: ReplicaSettings = ReplicaSettings()
     location: str | None = None
     """FILE:LINE of the entry, if it has one."""
+    ignored_keys: tuple[str, ...] = ()
+    """Keys of its entry in `models.yaml` that a model does not have."""
 
     @property
     def names(self) -> tuple[str, ...]:

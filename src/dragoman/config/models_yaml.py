@@ -8,10 +8,10 @@ Rules
 2. A key that a model does not have is ignored with a warning: the file may be shared with another server.
 """
 
-import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from dragoman.config.config_file import ConfigFile, read_config_file, resolve_path
 from dragoman.config.diagnostics import Locations
@@ -21,8 +21,6 @@ from dragoman.engines import DEFAULT_ENGINE, DIRECTORY_ENGINE, engine_class
 from dragoman.files.addresses import HUB
 from dragoman.files.sources import is_model_directory
 
-log = logging.getLogger("dragoman.config")
-
 
 def read_models_yaml(path: str) -> dict[str, ModelSpec]:
     file = read_config_file(path, {})
@@ -30,15 +28,17 @@ def read_models_yaml(path: str) -> dict[str, ModelSpec]:
     file.raise_errors()
     entries = {name: entry for name, entry in file.values.items() if name != "models"} | nested
     lines = {f"models.{key}": line for key, line in file.locations.lines.items()} | dict(file.locations.lines)
-    models = {name.strip(): _convert_entry(file, name, entry) for name, entry in entries.items()}
-    converted = ConfigFile({"models": models}, Locations(path, lines))
+    models = {name.strip(): _convert_entry(file, entry) for name, entry in entries.items()}
+    known = {name: _select_known_keys(entry) for name, entry in models.items()}
+    converted = ConfigFile({"models": known}, Locations(path, lines))
     found = read_models(converted)
     converted.raise_errors()
-    return found
+    ignored = {name: tuple(key for key in models[name] if key not in known[name]) for name in found}
+    return {name: msgspec.structs.replace(model, ignored_keys=ignored[name]) for name, model in found.items()}
 
 
-def _convert_entry(file: ConfigFile, name: str, entry: Any) -> Any:
-    """Return the entry as it would be in the configuration."""
+def _convert_entry(file: ConfigFile, entry: Any) -> Any:
+    """Return the entry as it would be in the configuration, with keys that a model does not have."""
     if isinstance(entry, str):
         entry = {"path": entry}
     if not isinstance(entry, dict):
@@ -49,17 +49,16 @@ def _convert_entry(file: ConfigFile, name: str, entry: Any) -> Any:
         entry = {**entry, "path": path}
         if "engine" not in entry and is_model_directory(Path(path)):
             entry["engine"] = DIRECTORY_ENGINE
-    known = _known_keys(entry)
-    unknown = [key for key in entry if key not in known]
-    if unknown:
-        log.warning("%s: model %s: ignored keys: %s", file.locations.file, name, ", ".join(unknown))
-    return {key: value for key, value in entry.items() if key in known}
+    return entry
 
 
-def _known_keys(entry: Mapping[str, Any]) -> frozenset[str]:
+def _select_known_keys(entry: Any) -> Any:
+    if not isinstance(entry, dict):
+        return entry
     try:
         options = engine_class(entry.get("engine", DEFAULT_ENGINE)).Options
     except (ConfigError, TypeError):
         # Reported where the engine is read.
-        return frozenset(entry)
-    return frozenset((*COMMON_KEYS, *options.__struct_fields__))
+        return entry
+    known = {*COMMON_KEYS, *options.__struct_fields__}
+    return {key: value for key, value in entry.items() if key in known}

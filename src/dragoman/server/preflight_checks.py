@@ -46,6 +46,9 @@ def _check_model(model: ModelSpec, is_default: bool) -> Iterator[Diagnostic]:
     """Without its files, the default model is an error; any other one is unservable."""
     key = f"models.{model.name}"
     level: Level = "error" if is_default else "unservable"
+    if model.ignored_keys:
+        message = f"{model.location}: model {model.name}: ignored keys: {', '.join(model.ignored_keys)}"
+        yield Diagnostic("models_yaml", message, "warning")
     adapters = {name: model.options["adapters"][name] for name in model.adapters}
     for name, entry in adapters.items():
         adapter = Path(entry if isinstance(entry, str) else entry["path"]).expanduser()
