@@ -80,6 +80,7 @@ def test_usage_and_timings_in_every_chunk(smol: ModelClient) -> None:
     assert len(counts) == len(parts)
     assert last.usage is not None
     assert last.usage.completion_tokens == counts[-1] > 1
+    assert "timings" not in (parts[0].model_extra or {})
     for chunk in (parts[-1], last):
         extra: Any = chunk.model_extra
         assert extra["timings"]["predicted_n"] == counts[-1]

@@ -10,7 +10,7 @@ import msgspec
 
 from dragoman.core.choices import list_choices
 from dragoman.core.errors import BadRequest, DragomanError, quote
-from dragoman.core.events import Event, TextDelta, TokenLogprob, Usage, total_usage
+from dragoman.core.events import Event, Started, TextDelta, TokenLogprob, Usage, total_usage
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked, Delivery, GenerationRequest, Image, RepetitionPenalty, Sampling, Text
 from dragoman.core.version import __version__
@@ -307,7 +307,7 @@ class StreamEncoder(ABC):
         counts.note(choice, event)
         if self._delivery.running_usage:
             self._extras["usage"] = encode_usage(counts.usage)
-        if self._delivery.timings:
+        if self._delivery.timings and not isinstance(event, Started):
             self._timings = self._extras["timings"] = counts.timings(choice, event)
 
     def _text_frames(self, choice: int, texts: list[str]) -> bytes:
