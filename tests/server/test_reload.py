@@ -11,9 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
+from dragoman.config.loading import default_address
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Limits, Settings
 from dragoman.server.routes import build_app
+from dragoman.storage.database import Database
 from tests.support.requests import CHAT, HELLO, ask, eventually, recorded, refused, talking, text_of
 from tests.support.server_process import Running, Serving, server_fixture
 
@@ -254,6 +256,23 @@ def test_last_key_of_public_server_cannot_be_removed(tmp_path: Path, serving: Se
             assert "no API key is set" in refused(client.post("/admin/reload"), 400, code="invalid_config")
         assert ask(client, CHAT).status_code == 200
         refused(client.get("/v1/models", headers={"x-api-key": ""}), 401)
+
+
+def test_storage_that_another_server_uses_is_no_changed_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serving: Serving
+) -> None:
+    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path))
+    other = Database(default_address())
+    other.open()
+    try:
+        config = {"models": {"first": SCRIPTED}, "storage": default_address()}
+        with serving(tmp_path, config) as running, talking(running) as client:
+            assert "keeps its state in memory" in running.log.read_text()
+            assert client.post("/admin/reload").json()["restart_needed"] == []
+            write(running, config | {"storage": str(tmp_path / "new.db")})
+            assert client.post("/admin/reload").json()["restart_needed"] == ["storage"]
+    finally:
+        other.close()
 
 
 async def test_fixed_settings_keep_their_initial_values() -> None:

@@ -88,8 +88,11 @@ def run(
     configure(settings.telemetry.log_format, settings.telemetry.log_level)
     for warning in warnings:
         log.warning("%s", warning)
+    configured_address = settings.storage.address
     settings = _with_free_storage(settings)
-    checked_reload = None if reload_settings is None else _checked_reload(reload_settings, settings)
+    checked_reload = None
+    if reload_settings is not None:
+        checked_reload = _checked_reload(reload_settings, settings, configured_address)
     app = build_app(with_hosts(settings), engines, checked_reload, protocols=protocols)
     app.hooks = hooks
     with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
@@ -118,11 +121,17 @@ def default_workers(cpus: int) -> int:
     return max(1, min(MAX_WORKERS, cpus // CPUS_PER_WORKER))
 
 
-def _checked_reload(reload_settings: SettingsLoader, initial: Settings) -> SettingsLoader:
-    """Load the settings again, and check them for the address of the running server, which does not change."""
+def _checked_reload(reload_settings: SettingsLoader, initial: Settings, storage_address: str) -> SettingsLoader:
+    """Load the settings again, and check them for the address of the running server, which does not change.
+
+    `storage_address` is the configured one. The server may use another, which is no change of the configuration.
+    """
 
     def load() -> Settings:
         settings = reload_settings()
+        if settings.storage.address == storage_address:
+            storage = msgspec.structs.replace(settings.storage, address=initial.storage.address)
+            settings = msgspec.structs.replace(settings, storage=storage)
         actual = msgspec.structs.replace(settings, host=initial.host, port=initial.port, socket=initial.socket)
         check_exposure(actual)
         return msgspec.structs.replace(settings, hosts=with_hosts(actual).hosts)
