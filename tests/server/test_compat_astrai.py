@@ -1,15 +1,16 @@
 """What clients of AstrAI's server rely on: served by Dragoman, and by Dragoman in front of such a server."""
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from dragoman import Client
+from dragoman import Client, StopMatcher
 from tests.support.compat_servers import WORDS, CompatServer, astrai
-from tests.support.requests import CHAT, HELLO, ask, frames, talking, text_of
+from tests.support.requests import CHAT, HELLO, ask, frames, refused, talking, text_of, under_way
 from tests.support.sdk import anthropic_sdk
 from tests.support.server_process import Running, Serving
 
@@ -32,6 +33,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, serving: Serving, upstream:
         "models": {
             **{protocol: relayed | {"protocol": protocol} for protocol in PROTOCOLS},
             "poet": {"engine": "scripted", "chunk": 2, "replies": [{"output": TEXT}]},
+            "short": {"engine": "scripted", "context": 20},
+            # Ten minutes.
+            "endless": {"engine": "scripted", "tokens_per_second": 20, "replies": [{"output": "tick" * 12_000}]},
         },
         "default": "poet",
     }
@@ -113,6 +117,56 @@ def test_openai_stop_is_honoured(client: httpx.Client, model: str) -> None:
     assert "".join(choice["delta"].get("content") or "" for chunk in streamed for choice in chunk["choices"]) == "Rose"
 
 
+@pytest.mark.parametrize("stop", [["re"], ["red", "re"]])
+def test_half_a_stop_string_does_not_leak_and_the_first_match_counts(client: httpx.Client, stop: list[str]) -> None:
+    said = [{"role": "user", "content": "never r rextra re"}]
+    chunks = frames(ask(client, CHAT, model="short", messages=said, stop=stop, stream=True).text)[:-1]
+    pieces = [choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(pieces) == "never r "
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_stop_scan_is_linear() -> None:
+    """In processor time, which does not depend on what else runs."""
+
+    def seconds(count: int) -> float:
+        matcher, began = StopMatcher(["aab", "never"]), time.process_time()
+        for _ in range(count):
+            assert matcher.feed("aa ") is None
+        return time.process_time() - began
+
+    seconds(1000)
+    assert seconds(40_000) < 40 * max(seconds(4000), 0.001)
+
+
+def test_finish_reason_is_length_at_the_limit(client: httpx.Client) -> None:
+    reply = ask(client, CHAT, model="poet", max_tokens=2).json()
+    assert (reply["choices"][0]["finish_reason"], reply["usage"]["completion_tokens"]) == ("length", 2)
+    body = {"model": "poet", "max_tokens": 2, "messages": HELLO}
+    assert client.post(MESSAGES, json=body).json()["stop_reason"] == "max_tokens"
+
+
+def test_frames_end_with_an_empty_line(client: httpx.Client) -> None:
+    for model in (*PROTOCOLS, "poet"):
+        text = ask(client, CHAT, model=model, stream=True).text
+        assert text.endswith("data: [DONE]\n\n")
+        assert text.count("data: ") == text.count("\n\n")
+
+
+def test_prompt_is_never_cut(client: httpx.Client) -> None:
+    said = [{"role": "user", "content": "word " * 100}]
+    refused(ask(client, CHAT, model="short", messages=said), 400, param="messages", code="context_length_exceeded")
+    body = {"model": "short", "max_tokens": 5, "messages": said}
+    assert "prompt is too long" in client.post(MESSAGES, json=body).json()["error"]["message"]
+
+
+def test_generation_ends_when_the_client_leaves(client: httpx.Client, server: Running) -> None:
+    with client.stream("POST", CHAT, json={"model": "endless", "messages": HELLO, "stream": True}) as stream:
+        next(stream.iter_lines())
+        under_way(server, "endless")
+    under_way(server, "endless", 0)
+
+
 def test_tool_call_deltas(client: httpx.Client) -> None:
     [call] = ask(client, CHAT, model="chat", tools=TOOLS).json()["choices"][0]["message"]["tool_calls"]
     assert (call["id"], call["function"]["name"]) == ("call_0", "weather")
@@ -121,8 +175,11 @@ def test_tool_call_deltas(client: httpx.Client) -> None:
 
 def test_health_and_stats(client: httpx.Client) -> None:
     assert client.get("/health").status_code == 200
+    ask(client, CHAT, model="poet")
     stats = client.get("/stats").json()["models"]["poet"]
-    assert {"running", "waiting"} <= stats.keys()
+    assert {"running", "waiting", "prompt_tokens", "completion_tokens", "tokens_per_second"} <= stats.keys()
+    assert stats["time_to_first_token"]["mean"] > 0
+    assert {"p50", "p95"} <= stats["queue"].keys()
 
 
 def test_several_text_blocks_are_all_read(server: Running) -> None:

@@ -170,7 +170,7 @@ def test_declared_features_reach_the_engine() -> None:
     assert text_of(response) == "(1, 2) at 0.0"
     assert "x-dragoman-ignored" not in response.headers
     tokens = talk(app, lambda client: client.post("/tokenize", json={"content": "one three"})).json()
-    assert tokens == {"tokens": [3, 5], "count": 2, "max_model_len": 100}
+    assert tokens == {"tokens": [3, 5], "count": 2, "max_model_len": 100, "token_strs": None}
     text = talk(app, lambda client: client.post("/detokenize", json={"tokens": [3, 5]})).json()
     assert text == {"content": "xxx xxxxx", "prompt": "xxx xxxxx"}
 

@@ -46,6 +46,7 @@ def tokenize(client: httpx.Client, **fields: Any) -> Any:
 def test_texts_of_tokens(client: httpx.Client) -> None:
     plain = tokenize(client, content=EMOJI)
     assert all(isinstance(token, int) for token in plain["tokens"])
+    assert plain["token_strs"] is None
     named = tokenize(client, prompt=EMOJI, with_pieces=True, return_token_strs=True)
     assert (named["count"], named["max_model_len"]) == (plain["count"], plain["max_model_len"])
     assert [entry["id"] for entry in named["tokens"]] == plain["tokens"]
