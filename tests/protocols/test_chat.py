@@ -92,7 +92,7 @@ def test_fields_of_other_servers() -> None:
     both = decode(logprobs=True, top_logprobs=1, prompt_logprobs=0)
     assert both.logprobs == Logprobs(1, prompt=0)
     running = decode(stream=True, stream_options={"continuous_usage_stats": True})
-    assert running.delivery == Delivery(stream=True, running_usage=True)
+    assert running.delivery == Delivery(stream=True)
     running = decode(stream=True, stream_options={"continuous_usage_stats": True, "include_usage": True})
     assert running.delivery == Delivery(stream=True, usage=True, running_usage=True)
 

@@ -181,7 +181,8 @@ def decode_delivery(fields: TextFields) -> Delivery:
         stream=bool(fields.stream),
         usage=bool(options.include_usage),
         token_ids=bool(fields.return_token_ids),
-        running_usage=bool(options.continuous_usage_stats),
+        # As in vLLM, it has no effect without `include_usage`.
+        running_usage=bool(options.include_usage and options.continuous_usage_stats),
         timings=bool(fields.timings_per_token),
     )
 

@@ -103,7 +103,7 @@ def encode_tokens(
     request: TokenizeRequest, tokens: Sequence[int], context: int | None, texts: Sequence[bytes] | None
 ) -> dict[str, Any]:
     """`texts` are the texts of the tokens, if they are wanted and known."""
-    encoded: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": context}
+    encoded: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": context, "token_strs": None}
     if texts is not None and request.fields.with_pieces:
         encoded["tokens"] = [{"id": token, "piece": _piece(text)} for token, text in zip(tokens, texts, strict=True)]
     if texts is not None and request.fields.return_token_strs:
