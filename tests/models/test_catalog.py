@@ -198,7 +198,7 @@ async def test_not_found_error_lists_available_models(folder: Path) -> None:
     (folder / "weights/config.json").write_text("{}")
     (folder / "weights/model.safetensors").write_bytes(bytes(8))
     catalog = Catalog(settings(folder=folder))
-    with pytest.raises(ModelNotFound, match=r"did you mean one/same or two/same\?"):
+    with pytest.raises(ModelNotFound, match=r"did you mean one/same or two/same\? .* --alias '.*=one/same'"):
         await catalog.find("same")
     with pytest.raises(ModelNotFound) as refusal:
         await catalog.find("nothing of the kind")

@@ -271,7 +271,8 @@ class TokensOnly(Engine):
 def test_token_only_engine_takes_ids_and_refuses_text() -> None:
     app = create_app(TokensOnly())
     assert text_of(post(app, COMPLETIONS, prompt=[1, 2])) == "(1, 2)"
-    refused(post(app, COMPLETIONS, prompt="text"), 501, param="prompt")
+    message = refused(post(app, COMPLETIONS, prompt="text"), 501, param="prompt")
+    assert "takes token ids only; send them as `prompt` to /v1/completions" in message
     refused(post(app, COMPLETIONS, prompt=[[1, 2], "text"]), 501, param="prompt")
     refused(post(app, CHAT), 501, param="messages")
 

@@ -327,7 +327,9 @@ class Catalog:
         message += f"did you mean {' or '.join(similar)}? " if similar else ""
         message += f"models: {listed or 'none'} (aliases: {', '.join(self._aliases.targets) or 'none'})."
         target = next(iter(names), None) if self.default == name else self.default
-        if EMBEDDING in name.lower():
+        if same_name:
+            target = same_name[0]
+        elif EMBEDDING in name.lower():
             target = next((model.name for model in self.list_models() if model.is_embedding_model), target)
         pattern = name if ALIAS.fullmatch(name) else "NAME"
         return f"{message} Start with --alias '{pattern}={target}' to map it." if target else message

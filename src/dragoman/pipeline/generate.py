@@ -90,6 +90,8 @@ def _describe_missing(asked: Asked, supports: frozenset[str]) -> str:
         return f"does not accept {INPUTS[asked.feature]}; remove {asked.param}, or use another model"
     if asked.feature in TEXT_GENERATION and Feature.EMBEDDINGS in supports and not TEXT_GENERATION & supports:
         return "makes embeddings only; use /v1/embeddings, or another model"
+    if asked.feature in (Feature.CHAT, Feature.COMPLETION) and Feature.TOKEN_PROMPT in supports:
+        return "takes token ids only; send them as `prompt` to /v1/completions, or use another model"
     return f"does not support '{asked.param}'"
 
 
