@@ -334,20 +334,25 @@ def test_unused_model_scales_to_zero(client: openai.OpenAI) -> None:
 
 def test_serve_run_reads_the_configuration_from_the_environment(cluster: str, url: str, tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
-    path.write_text("models: {small: {engine: scripted, ray: {num_cpus: 0.1}}}\napi_keys: [secret]\n")
+    path.write_text("models_yaml: models.yaml\napi_keys: [secret]\n")
+    models = tmp_path / "models.yaml"
+    models.write_text("small: {engine: scripted, nickname: x, ray: {num_cpus: 0.1}}\n")
+    log = tmp_path / "log"
     command = [str(Path(sys.executable).with_name("serve")), "run", "--address", cluster, "--name", "small"]
-    process = subprocess.Popen(
-        [*command, "--route-prefix", "/small", "dragoman.ray:app"],
-        env={**os.environ, "DRAGOMAN_CONFIG": str(path)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, "--route-prefix", "/small", "dragoman.ray:app"],
+            env={**os.environ, "DRAGOMAN_CONFIG": str(path)},
+            stdout=output,
+            stderr=output,
+        )
     small = f"{url}/small/v1"
     try:
         # Serve holds a request until a replica is ready.
         wait_for(lambda: httpx.get(f"{small}/models", timeout=60).status_code == 401)
         client = openai.OpenAI(base_url=small, api_key="secret", timeout=60)
         assert ask(client, "small", "Hello!")[0]
+        assert f"{models}:1: model small: ignored keys: nickname" in log.read_text()
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)

@@ -1,5 +1,6 @@
 """Builds the Serve application: a deployment for each model, and the entrance with the app."""
 
+import logging
 import math
 import os
 import re
@@ -10,7 +11,7 @@ import msgspec
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
-from dragoman.config.loading import Flags, load_settings, with_absolute_paths
+from dragoman.config.loading import Flags, load, with_absolute_paths
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.settings import Limits, Settings
 from dragoman.core.engine import Engine
@@ -21,7 +22,10 @@ from dragoman.models.engine_loader import OnEngineLost
 from dragoman.ray.engine import Replica, ReplicaEngine
 from dragoman.server.app import App
 from dragoman.server.http.response import Receive, Scope, Send
+from dragoman.server.preflight_checks import find_diagnostics
 from dragoman.server.routes import build_app
+
+log = logging.getLogger("dragoman")
 
 ARGUMENTS = ("config", "entrance_cpus")
 DEFAULT_ONGOING = 16
@@ -41,8 +45,11 @@ def app(args: Mapping[str, str]) -> serve.Application:
     unknown = [name for name in args if name not in ARGUMENTS]
     if unknown:
         raise ConfigError(f"unknown argument {unknown[0]!r}; expected config=FILE or entrance_cpus=NUMBER")
-    settings = load_settings(args.get("config"), Flags(), os.environ)
-    return application(settings, entrance_cpus=_parse_cpus(args.get("entrance_cpus", "0")))
+    config = load(args.get("config"), Flags(), os.environ)
+    warnings = [found for found in find_diagnostics(config.settings) if found.level == "warning"]
+    for warning in config.locations.format(warnings):
+        log.warning("%s", warning)
+    return application(config.settings, entrance_cpus=_parse_cpus(args.get("entrance_cpus", "0")))
 
 
 def _parse_cpus(text: str) -> float:
