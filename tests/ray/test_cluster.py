@@ -68,11 +68,16 @@ def cluster() -> Iterator[str]:
     )
     made.add_node(num_cpus=4, object_store_memory=STORE)
     ray.init(address=made.address, log_to_driver=False)
-    serve.start(proxy_location="HeadOnly", http_options={"port": PORT})
+    start_serve()
     yield made.address
     serve.shutdown()
     ray.shutdown()
     made.shutdown()
+
+
+def start_serve() -> None:
+    """Does nothing while Serve runs. The end of `serve run` stops it."""
+    serve.start(proxy_location="HeadOnly", http_options={"port": PORT})
 
 
 @pytest.fixture(scope="module")
@@ -361,6 +366,7 @@ def test_serve_run_reads_the_configuration_from_the_environment(cluster: str, ur
 @contextmanager
 def deployed(settings: Settings, name: str) -> Iterator[openai.OpenAI]:
     """An application of its own, and a client of it."""
+    start_serve()
     serve.run(application(settings), name=name, route_prefix=f"/{name}")
     try:
         with openai.OpenAI(
@@ -407,6 +413,7 @@ def test_entrance_on_a_machine_where_the_files_differ(cluster: str, tmp_path: Pa
     path.write_text(SHARED.replace("PATH", str(link)))
     built = application(load_settings(str(path), Flags(), {}))
     link.unlink()
+    start_serve()
     try:
         serve.run(built, name="moved", route_prefix="/moved")
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/moved/v1", api_key="any", timeout=300, max_retries=0)
