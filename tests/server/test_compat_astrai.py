@@ -162,7 +162,8 @@ def test_prompt_is_never_cut(client: httpx.Client) -> None:
 
 def test_generation_ends_when_the_client_leaves(client: httpx.Client, server: Running) -> None:
     with client.stream("POST", CHAT, json={"model": "endless", "messages": HELLO, "stream": True}) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()
+        next(lines)
         under_way(server, "endless")
     under_way(server, "endless", 0)
 
