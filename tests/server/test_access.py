@@ -94,6 +94,17 @@ def test_keys_are_required_once_one_has_existed(store: KeyStore, open_authentica
         open_authenticator().authenticate({})
 
 
+def test_first_key_works_immediately(store: KeyStore, open_authenticator: Open) -> None:
+    authenticator = open_authenticator()
+    assert authenticator.authenticate({}).principal == "anonymous"
+    secret, _ = store.create("anna", routes=["chat"])
+    for headers in (given(secret), {b"x-api-key": secret.encode()}):
+        caller = authenticator.authenticate(headers)
+        assert (caller.principal, caller.routes) == ("user:anna", {"chat", "models"})
+    with pytest.raises(Unauthorized):
+        authenticator.authenticate({})
+
+
 def test_anonymous_callers(store: KeyStore, open_authenticator: Open) -> None:
     secret, _ = store.create("anna", routes=["admin"])
     authenticator = open_authenticator(anonymous=True, limits=KeyLimits(concurrency=1))

@@ -100,8 +100,10 @@ def decode_anthropic_query(query: Mapping[str, str]) -> FileQuery:
     return FileQuery(limit, after=query.get("after_id"), cursor="after_id")
 
 
-def check_ids(ids: Sequence[str]) -> Sequence[str]:
+def check_ids(ids: Sequence[str], query: Mapping[str, str]) -> Sequence[str]:
     """The ids that Anthropic's list is restricted to, each once."""
+    if "page" in query or "limit" in query:
+        raise BadRequest("ids: cannot be combined with page or limit", param="ids")
     unique = tuple(dict.fromkeys(ids))
     if len(unique) > MAX_IDS:
         raise BadRequest(f"ids: at most {MAX_IDS} ids are accepted", param="ids")

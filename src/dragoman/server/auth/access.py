@@ -8,8 +8,8 @@ Rules
 1. While no key of any kind exists, no key is required. Once one has existed, every request needs one, unless the
    configuration allows anonymous callers.
 2. Keys are compared by digest in constant time. The number of comparisons does not depend on the key sent.
-3. The store is checked once a second, and immediately for an unknown key. So a new key works immediately, and a revoked
-   key works for at most one more second. While the store cannot be read, the known keys stay valid.
+3. The store is checked once a second, and immediately for an unknown key. So a new key works immediately, also the
+   first one, and a revoked key works for at most one more second. While the store cannot be read, the known keys stay valid.
 4. A principal depends on its key only, so it is the same in every process and after a restart. The three kinds of
    principals never coincide.
 """
@@ -66,7 +66,7 @@ class Authenticator:
         self._secrets = [key for key in settings.api_keys if len(key) >= MIN_SECRET_LENGTH]
 
     def authenticate(self, headers: Mapping[bytes, bytes]) -> Caller:
-        if not (self._stored.is_used() or self._static or self._jwt):
+        if not (self._stored.is_used(_sent_keys(headers)) or self._static or self._jwt):
             return self._anonymous or UNRESTRICTED
         try:
             return self._find_caller(_read_key(headers))
@@ -193,9 +193,10 @@ class _StoredKeys:
         now = time.time()
         return [caller for key, caller in self._known.values() if key.is_valid(now)]
 
-    def is_used(self) -> bool:
-        """Whether the store has ever contained a key."""
-        if time.monotonic() - self._checked_at >= CHECK_SECONDS:
+    def is_used(self, sent: Iterable[bytes] = ()) -> bool:
+        """Whether the store has ever contained a key. The keys that were `sent` may be its first ones."""
+        is_due = time.monotonic() - self._checked_at >= CHECK_SECONDS
+        if is_due or (not self._was_used and any(map(KEY_PATTERN.fullmatch, sent))):
             self._refresh()
         return self._was_used
 
@@ -238,10 +239,15 @@ class _StoredKeys:
         self._reader.close()
 
 
-def _read_key(headers: Mapping[bytes, bytes]) -> bytes:
+def _sent_keys(headers: Mapping[bytes, bytes]) -> tuple[bytes, bytes]:
+    """The keys in the two headers; empty if there are none."""
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     bearer = token.strip() if scheme.lower() == b"bearer" else b""
-    header = headers.get(b"x-api-key", b"").strip()
+    return bearer, headers.get(b"x-api-key", b"").strip()
+
+
+def _read_key(headers: Mapping[bytes, bytes]) -> bytes:
+    bearer, header = _sent_keys(headers)
     if bearer and header and not hmac.compare_digest(digest(bearer), digest(header)):
         raise Unauthorized("the Authorization and x-api-key headers carry different keys")
     if not (bearer or header):

@@ -69,7 +69,7 @@ async def _list_anthropic(app: App, exchange: HttpExchange) -> None:
     ids = exchange.query_list("ids")
     if ids:
         principal = exchange.record.principal
-        found = [await app.files.find(principal, file_id) for file_id in wire.check_ids(ids)]
+        found = [await app.files.find(principal, file_id) for file_id in wire.check_ids(ids, exchange.query())]
         known = [file for file in found if file is not None]
         await exchange.response.send_json(wire.encode_anthropic_files(known, has_more=False))
         return
