@@ -1,6 +1,6 @@
 """Reads a form with one file while it arrives. The file's content goes to the caller; the fields are kept.
 
-    content type := "multipart/form-data; boundary=" 1 to 70 characters
+    content type := "multipart/form-data; boundary=" 1 to 70 printable ASCII characters
     form         := (field | file)*          in any order
 
 Rules
@@ -21,7 +21,6 @@ from dragoman.protocols.files import BINARY
 from dragoman.protocols.json_body import missing_field
 
 FORM_DATA = "multipart/form-data"
-MAX_BOUNDARY = 70
 MAX_PARTS = 16
 MAX_FIELD = 1024
 """Bytes."""
@@ -29,6 +28,7 @@ MAX_NAME = 500
 """Characters of a file's name."""
 FORM_BYTES = 128 * 1024
 """Room for everything of a form but its file: as many parts as are allowed, with their headers and values."""
+_BOUNDARY = re.compile("[ -~]{1,70}")
 _MEDIA_TYPE = re.compile(r"[a-z0-9!#$&^_.+-]{1,127}/[a-z0-9!#$&^_.+-]{1,127}")
 _NESTED = re.compile(r"(\w+)\[(\w+)\]", re.ASCII)
 
@@ -41,8 +41,8 @@ class FormReader:
         boundary = options.get("boundary", "")
         if media != FORM_DATA:
             raise UnsupportedMedia(f"send the file as a form, with the header 'content-type: {FORM_DATA}'")
-        if not 1 <= len(boundary) <= MAX_BOUNDARY:
-            raise BadRequest(f"the content-type header must have a boundary of 1 to {MAX_BOUNDARY} characters")
+        if not _BOUNDARY.fullmatch(boundary):
+            raise BadRequest("the content-type header must have a boundary of 1 to 70 ASCII characters")
         self._field = field
         self._max_bytes = max_bytes
         self._limit_name = limit_name

@@ -9,7 +9,8 @@ Rules
    configuration allows anonymous callers.
 2. Keys are compared by digest in constant time. The number of comparisons does not depend on the key sent.
 3. The store is checked once a second, and immediately for an unknown key. So a new key works immediately, also the
-   first one, and a revoked key works for at most one more second. While the store cannot be read, the known keys stay valid.
+   first one, and a revoked key works for at most one more second. While the store cannot be read, the known keys stay
+   valid.
 4. A principal depends on its key only, so it is the same in every process and after a restart. The three kinds of
    principals never coincide.
 """
