@@ -110,7 +110,8 @@ def run_server(
     # Models that the developer has pulled are not used.
     file.write_text(json.dumps({"models_dir": []} | dict(config)))
     command = [sys.executable, "-m", "dragoman", "serve", "--config", str(file), "--port", str(port), *flags]
-    if "storage" not in config and "--storage" not in flags:
+    storage = config.get("storage", {})
+    if "--storage" not in flags and not (isinstance(storage, str) or "address" in storage):
         command += ["--storage", str(folder / "dragoman.db")]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | dict(env or {}))

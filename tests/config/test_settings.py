@@ -498,6 +498,14 @@ def test_storage_is_an_address_or_a_section(
     assert str(blob_directory(storage)) == blobs.format(**places)
 
 
+def test_storage_flag_replaces_only_the_address(tmp_path: Path) -> None:
+    (tmp_path / "dragoman.yaml").write_text(
+        "models: {}\nstorage: {address: one.db, file_bytes: 5, keep: {files: 7d}}\n"
+    )
+    storage = load_settings(str(tmp_path / "dragoman.yaml"), Flags(storage="memory"), {}).storage
+    assert (storage.address, storage.file_bytes, storage.keep.files) == ("memory", 5, 7 * 86400)
+
+
 def test_storage_keeps_things_for_written_times() -> None:
     keep = load("storage: {keep: {responses: 12h, files: 7d}}").storage.keep
     assert (keep.responses, keep.files, keep.batches) == (43200, 7 * 86400, 30 * 86400)

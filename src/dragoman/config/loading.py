@@ -169,6 +169,8 @@ def _read_settings(file: ConfigFile, flags: Flags, environ: Mapping[str, str]) -
     """Read all settings except models and aliases."""
     values = {name: value for name, value in file.values.items() if name not in ("models", "aliases")}
     values |= flags.settings
+    if flags.storage is not None and isinstance(file.values.get("storage"), dict):
+        values["storage"] = file.values["storage"] | {"address": flags.storage}
     key = environ.get("DRAGOMAN_API_KEY")
     if key and not flags.api_keys:
         # The file may be used without the variable too, so its mistakes are reported.

@@ -177,8 +177,9 @@ class HttpExchange:
         return message.get("body", b""), message.get("more_body", False)
 
     def skip_body(self) -> None:
-        """Listen for a disconnect, as the handler does not read a body."""
+        """Listen for a disconnect from now on, as the handler does not read a body."""
         self._is_body_read = True
+        self._listen()
 
     def _too_large(self, limits: Limits) -> TooLarge:
         self.response.close_connection()
@@ -188,12 +189,15 @@ class HttpExchange:
         """Called regularly: listen for a disconnect, abort if late, keep a silent stream alive."""
         if self._listener is None and self._is_body_read:
             # Until the body is read, reading it detects a disconnect.
-            self._listener = asyncio.create_task(self._cancel_on_disconnect())
+            self._listen()
         error = self.timer.timeout_error(now)
         if error is not None:
             self._abort(error)
         elif self.response.is_streaming and now - self.response.written > keepalive_seconds:
             self.response.send_comment()
+
+    def _listen(self) -> None:
+        self._listener = asyncio.create_task(self._cancel_on_disconnect())
 
     async def _cancel_on_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
