@@ -118,6 +118,39 @@ def test_file_of_a_newer_version(store: KeyStore) -> None:
         store.create("berta")
 
 
+def test_file_of_the_first_version_is_read_and_upgraded(store: KeyStore) -> None:
+    secret, key = store.create("anna", routes=["chat"])
+    with sqlite3.connect(store.path) as connection:
+        for column in ("previous", "previous_until"):
+            connection.execute(f"ALTER TABLE keys DROP COLUMN {column}")
+        connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    assert store.all() == [key]
+    store.create("berta")
+    store.rotate(key.id, 1000.0)
+    [rotated, _] = store.all()
+    assert (rotated.previous, rotated.previous_until) == (digest(secret.encode()), 1000.0)
+    assert (rotated.id, rotated.routes, rotated.created) == (key.id, key.routes, key.created)
+
+
+def test_rotated_key_has_two_secrets_until_the_old_one_expires(store: KeyStore) -> None:
+    old, key = store.create("anna")
+    new = store.rotate(key.id, 1000.0)
+    assert KEY_PATTERN.fullmatch(new.encode())
+    [kept] = store.all()
+    hashed = {name: digest(secret.encode()) for name, secret in (("old", old), ("new", new), ("other", new[:-1]))}
+    found = {name: (kept.has_digest(value, 999.0), kept.has_digest(value, 1000.0)) for name, value in hashed.items()}
+    assert found == {"old": (True, False), "new": (True, True), "other": (False, False)}
+    assert not kept.has_digest(bytes(32), 0.0)
+    newest = store.rotate(key.id, 2000.0)
+    [kept] = store.all()
+    assert not kept.has_digest(hashed["old"], 0.0)
+    assert kept.has_digest(digest(newest.encode()), 1500.0)
+    store.revoke(key.id)
+    with pytest.raises(ConfigError, match="revoked"):
+        store.rotate(key.id, 2000.0)
+
+
 WRITER = """
 import sys
 from pathlib import Path

@@ -1,20 +1,27 @@
-"""`dragoman keys`: creates, lists and revokes API keys. A running server picks up the changes."""
+"""`dragoman keys`: creates, lists, rotates and revokes API keys. A running server picks up the changes."""
 
 import argparse
 import json
 import re
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 import msgspec
 
+from dragoman.cli import usage
 from dragoman.cli.common import Commands, add_command, add_repeatable, format_table, load_config
+from dragoman.config.quantities import parse_duration
 from dragoman.config.sections import BudgetLimit, KeyLimits
+from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.core.types import RouteScope
-from dragoman.storage.keys import ApiKey, KeyStore, store_path
+from dragoman.files.discovery import list_names
+from dragoman.storage.key_uses import read_uses
+from dragoman.storage.keys import KEY_ID, ApiKey, KeyStore, parse_principal, store_path
 
 EXAMPLES = """\
 examples:
@@ -23,28 +30,48 @@ examples:
   dragoman keys create berta --budget 'tokens 100000/day' --budget 'warn cost 20/month'
   dragoman keys create ops --route stats --route admin       a key for the operator
   dragoman keys list
-  dragoman keys revoke 3f9ab0c1d2e4
+  dragoman keys usage --since 7d                             requests, tokens and cost of each key
+  dragoman keys rotate anna --grace 2h                       a new secret; the old one works for two more hours
+  dragoman keys revoke 3f9ab0c1d2e4                          one key
+  dragoman keys revoke anna                                  all keys of user:anna
 
 The key is printed once. Only its digest is stored: in ~/.dragoman/keys.db, in $DRAGOMAN_HOME/keys.db, or in the file
-that `keys.store` of the configuration names. Once a key exists, the server requires one from every caller.
+that `keys.store` of the configuration names. Once a key exists, the server requires one from every caller, also after
+the last one is revoked. To serve callers without a key again, set `keys.anonymous`, or delete the file and restart.
 """
 DAY = 24 * 3600
+DEFAULT_GRACE, MAX_GRACE = "1d", 366 * DAY
+WAY_BACK = (
+    "To serve callers without a key again, set `keys.anonymous: true` and reload, "
+    "or stop the server and delete the file."
+)
 BUDGET = re.compile(r"(?:(?P<action>warn|refuse) +)?(?P<unit>tokens|cost) +(?P<amount>[0-9.]+) */ *(?P<per>\w+)")
 
 
 def add(commands: Commands) -> None:
-    description = "Create, list and revoke the API keys of a server."
-    parser = add_command(commands, "keys", "create, list and revoke API keys", description, EXAMPLES)
+    description = "Create, list, rotate and revoke the API keys of a server."
+    parser = add_command(commands, "keys", "create, list, rotate and revoke API keys", description, EXAMPLES)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
     _add_create(actions)
     list_parser = actions.add_parser("list", help="list the keys", allow_abbrev=False)
     list_parser.add_argument("--json", action="store_true", help="print JSON")
     list_parser.set_defaults(run=list_keys)
-    revoke_parser = actions.add_parser("revoke", help="revoke a key", allow_abbrev=False)
-    revoke_parser.add_argument("id", metavar="ID", help="as shown by `dragoman keys list`")
+    usage_parser = actions.add_parser("usage", help="show what each key has used", allow_abbrev=False)
+    usage.add_report_flags(usage_parser)
+    usage_parser.set_defaults(run=show_usage)
+    rotate_parser = actions.add_parser("rotate", help="print a new secret for a key, once", allow_abbrev=False)
+    rotate_parser.add_argument("key", metavar="ID|WHO", help="the id of a key, or the principal of only one valid key")
+    grace_help = f"how long the old secret works, such as 0 or 2h ({DEFAULT_GRACE})"
+    rotate_parser.add_argument("--grace", metavar="TIME", type=_parse_grace, default=DEFAULT_GRACE, help=grace_help)
+    rotate_parser.add_argument("--json", action="store_true", help="print JSON")
+    rotate_parser.set_defaults(run=rotate)
+    revoke_parser = actions.add_parser("revoke", help="revoke a key, or all keys of a principal", allow_abbrev=False)
+    revoke_parser.add_argument("key", metavar="ID|WHO", help="as shown by `dragoman keys list`")
     revoke_parser.set_defaults(run=revoke)
-    for action in actions.choices.values():
-        action.add_argument("--config", metavar="FILE", help="the server's configuration file (YAML or JSON)")
+    for name, action in actions.choices.items():
+        if name != "usage":
+            # It has the flag already.
+            action.add_argument("--config", metavar="FILE", help="the server's configuration file (YAML or JSON)")
 
 
 def _add_create(actions: Commands) -> None:
@@ -102,11 +129,22 @@ def _parse_days(text: str) -> float:
     return days
 
 
+def _parse_grace(text: str) -> float:
+    try:
+        seconds = parse_duration(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if seconds > MAX_GRACE:
+        raise argparse.ArgumentTypeError(f"expected at most {MAX_GRACE // DAY:.0f}d")
+    return seconds
+
+
 def create(arguments: argparse.Namespace) -> int:
     rates = arguments.concurrency, arguments.requests_per_minute, arguments.tokens_per_minute
     limits = KeyLimits(*rates, tuple(arguments.budget))
-    store = _store(arguments)
-    known = {key.principal for key in store.all()}
+    settings = load_config(arguments.config).settings
+    store = KeyStore(store_path(settings.keys))
+    before = store.all()
     secret, key = store.create(
         arguments.principal,
         models=arguments.model,
@@ -114,36 +152,102 @@ def create(arguments: argparse.Namespace) -> int:
         limits=limits,
         expires=None if arguments.days is None else time.time() + arguments.days * DAY,
     )
-    if key.principal in known:
-        message = "had a key before; the new key can read the responses stored for that principal"
-        print(f"dragoman: {key.principal} {message}", file=sys.stderr)
-    print(json.dumps({"key": secret, **_key_fields(key)}, indent=2) if arguments.json else secret)
+    if any(other.principal == key.principal for other in before):
+        _note(f"{key.principal} had a key before; the new key can read the responses and files of that principal")
+    if not (before or settings.api_keys or settings.keys.jwt or settings.keys.anonymous):
+        _note(f"this is the first key: from now on, a server with this configuration requires a key. {WAY_BACK}")
+    for pattern in _unknown_models(settings, arguments.model):
+        _note(f"warning: --model {pattern!r} matches no configured model; names of aliases do not count")
+    print(json.dumps({"key": secret, **_key_fields(key, {})}, indent=2) if arguments.json else secret)
     return 0
 
 
+def _unknown_models(settings: Settings, patterns: Sequence[str]) -> list[str]:
+    """The patterns that match no model. Without any configured model, the flags of the server name them."""
+    names = {name.lower() for spec in settings.models for name in spec.names} | list_names(settings.folders)
+    opened = [f"{spec.name.lower()}/" for spec in settings.models if spec.is_open]
+
+    def is_known(pattern: str) -> bool:
+        return any(fnmatchcase(name, pattern) for name in names) or pattern.startswith(tuple(opened))
+
+    return [pattern for pattern in patterns if names and not is_known(pattern.lower())]
+
+
 def list_keys(arguments: argparse.Namespace) -> int:
-    entries = [_key_fields(key) for key in _store(arguments).all()]
+    store = _store(arguments)
+    uses = read_uses(store.path)
+    entries = [_key_fields(key, uses) for key in store.all()]
     if arguments.json:
         print(json.dumps(entries, indent=2))
     elif not entries:
         print("no keys; create one with `dragoman keys create WHO`")
     else:
         rows = [[_format_cell(value) for value in entry.values()] for entry in entries]
-        print(format_table([[name.upper() for name in entries[0]], *rows]))
+        print(format_table([[name.upper().replace("_", " ") for name in entries[0]], *rows]))
+    return 0
+
+
+def show_usage(arguments: argparse.Namespace) -> int:
+    """The ledger's sums by key, for all keys of the store and for others that were used."""
+    report = usage.find_report(arguments, "key,principal")
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode(report.data), indent=2).decode())
+        return 0
+    states = {key.id: (key.principal, key.state(time.time())) for key in _store(arguments).all()}
+    used = {(str(entry.key), str(entry.principal)) for entry in report.data}
+    rows = [
+        [str(entry.key) or "-", str(entry.principal), states.get(str(entry.key), ("", "-"))[1], *usage.counts(entry)]
+        for entry in report.data
+    ]
+    idle = [[key, *about, "0", "0", "0", "0", "0", "0"] for key, about in states.items() if (key, about[0]) not in used]
+    print(format_table([["KEY", "PRINCIPAL", "STATE", *map(str.upper, usage.COUNT_HEADS)], *rows, *idle]))
+    return 0
+
+
+def rotate(arguments: argparse.Namespace) -> int:
+    store = _store(arguments)
+    found = _find_valid(store, arguments.key)
+    if len(found) > 1:
+        raise ConfigError(f"{arguments.key} has several keys; give an id: {', '.join(key.id for key in found)}")
+    until = time.time() + arguments.grace
+    secret = store.rotate(found[0].id, until)
+    if arguments.grace:
+        _note(f"the old secret of {found[0].principal} works until {_format_time(until)} UTC")
+    print(json.dumps({"key": secret, "id": found[0].id}, indent=2) if arguments.json else secret)
     return 0
 
 
 def revoke(arguments: argparse.Namespace) -> int:
-    if not _store(arguments).revoke(arguments.id):
-        raise ConfigError(f"key {arguments.id!r} not found or already revoked; `dragoman keys list` shows the keys")
+    store = _store(arguments)
+    for key in _find_valid(store, arguments.key):
+        store.revoke(key.id)
+        _note(f"revoked key {key.id} of {key.principal}")
+    if not any(key.is_valid(time.time()) for key in store.all()):
+        _note(f"no key is left in {store.path}, but the server still requires one. {WAY_BACK}")
     return 0
+
+
+def _find_valid(store: KeyStore, name: str) -> list[ApiKey]:
+    """The keys that are not revoked with this id, or else with this principal."""
+    present = [key for key in store.all() if key.revoked is None]
+    found = [key for key in present if key.id == name]
+    if not found and not KEY_ID.fullmatch(name):
+        principal = parse_principal(name)
+        found = [key for key in present if key.principal == principal]
+    if not found:
+        raise ConfigError(f"key {name!r} not found or already revoked; `dragoman keys list` shows the keys")
+    return found
+
+
+def _note(message: str) -> None:
+    print(f"dragoman: {message}", file=sys.stderr)
 
 
 def _store(arguments: argparse.Namespace) -> KeyStore:
     return KeyStore(store_path(load_config(arguments.config).settings.keys))
 
 
-def _key_fields(key: ApiKey) -> dict[str, Any]:
+def _key_fields(key: ApiKey, uses: Mapping[str, float]) -> dict[str, Any]:
     return {
         "id": key.id,
         "principal": key.principal,
@@ -153,6 +257,7 @@ def _key_fields(key: ApiKey) -> dict[str, Any]:
         "limits": msgspec.to_builtins(key.limits),
         "created": _format_time(key.created),
         "expires": None if key.expires is None else _format_time(key.expires),
+        "last_used": _format_time(uses[key.id]) if key.id in uses else None,
     }
 
 

@@ -21,6 +21,7 @@ from dragoman.protocols.usage import (
     DEFAULT_COLUMNS,
     DEFAULT_SINCE,
     BudgetEntry,
+    UsageEntry,
     UsageQuery,
     UsageReport,
     day_of,
@@ -38,22 +39,27 @@ Days begin at midnight UTC. Without --url, the server of the configuration is as
 the configuration is read. If the server requires a key, give one with the scope `admin`: --api-key or
 $DRAGOMAN_API_KEY.
 """
+COUNT_HEADS = ("requests", "prompt", "cached", "completion", "reasoning", "cost")
 
 
 def add(commands: Commands) -> None:
     description = "Show the tokens that were used, their cost, and what is left of the budgets."
     parser = add_command(commands, "usage", "show used tokens, costs and budgets", description, EXAMPLES)
-    parser.add_argument("--since", metavar="DAYS|DATE", default=DEFAULT_SINCE, help=f"7d, or a date ({DEFAULT_SINCE})")
+    add_report_flags(parser)
     columns_help = f"sum by these columns: {', '.join(COLUMNS)} ({','.join(DEFAULT_COLUMNS)})"
     parser.add_argument("--by", metavar="COLUMNS", default=",".join(DEFAULT_COLUMNS), help=columns_help)
-    parser.add_argument("--storage", metavar="ADDRESS", help="the storage to read if the server does not run")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    admin_client.add_flags(parser)
     parser.set_defaults(run=run)
 
 
+def add_report_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--since", metavar="DAYS|DATE", default=DEFAULT_SINCE, help=f"7d, or a date ({DEFAULT_SINCE})")
+    parser.add_argument("--storage", metavar="ADDRESS", help="the storage to read if the server does not run")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    admin_client.add_flags(parser)
+
+
 def run(arguments: argparse.Namespace) -> int:
-    report = _find_report(arguments)
+    report = find_report(arguments, arguments.by)
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
         return 0
@@ -63,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _find_report(arguments: argparse.Namespace) -> UsageReport:
-    fields, today = [("since", arguments.since), ("by", arguments.by)], day_of(time.time())
+def find_report(arguments: argparse.Namespace, by: str) -> UsageReport:
+    fields, today = [("since", arguments.since), ("by", by)], day_of(time.time())
     try:
         query = decode_usage_query(fields, today)
     except BadRequest as error:
@@ -120,14 +126,17 @@ def _format_usage(report: UsageReport) -> str:
     rows = [
         [
             *(str(getattr(entry, column)) or "-" for column in report.by),
-            *map(str, (entry.requests, entry.prompt_tokens, entry.cached_tokens)),
-            *map(str, (entry.completion_tokens, entry.reasoning_tokens)),
-            _format_money(entry.cost),
+            *counts(entry),
         ]
         for entry in report.data
     ]
-    heads = [*report.by, "requests", "prompt", "cached", "completion", "reasoning", "cost"]
-    return format_table([[head.upper() for head in heads], *rows])
+    return format_table([[head.upper() for head in (*report.by, *COUNT_HEADS)], *rows])
+
+
+def counts(entry: UsageEntry) -> list[str]:
+    """The cells below `COUNT_HEADS`."""
+    tokens = (entry.prompt_tokens, entry.cached_tokens, entry.completion_tokens, entry.reasoning_tokens)
+    return [*map(str, (entry.requests, *tokens)), _format_money(entry.cost)]
 
 
 def _format_budgets(budgets: Sequence[BudgetEntry]) -> str:

@@ -25,6 +25,8 @@ from dragoman.server.telemetry.recorder import TelemetryRecorder, without_secret
 from dragoman.storage.blobs import open_blobs
 from dragoman.storage.database import Database
 from dragoman.storage.files import EXPIRY_SECONDS, SWEEP_SECONDS, FileStore
+from dragoman.storage.key_uses import WRITE_SECONDS as KEY_USES_SECONDS
+from dragoman.storage.keys import store_path
 from dragoman.storage.ledger import Ledger
 from dragoman.storage.maintenance import Maintenance
 from dragoman.storage.response_store import MemoryResponseStore
@@ -89,6 +91,7 @@ class App(BaseApp):
         self.maintenance.add(self.ledger.delete_expired, LEDGER_EXPIRY_SECONDS)
         self.maintenance.add(self.files.remove_expired, EXPIRY_SECONDS)
         self.maintenance.add(self.files.sweep, SWEEP_SECONDS)
+        self.maintenance.add(self._write_key_uses, KEY_USES_SECONDS)
         limits = settings.limits
         self.responses = MemoryResponseStore(
             count=limits.kept_responses, size=limits.kept_bytes, seconds=limits.kept_seconds
@@ -197,6 +200,9 @@ class App(BaseApp):
             return
         self._authenticator.restore_rates(recent, time.time())
 
+    async def _write_key_uses(self) -> None:
+        await asyncio.to_thread(self.telemetry.key_uses.write, store_path(self.settings.keys))
+
     def start(self) -> None:
         super().start()
         self.maintenance.start()
@@ -211,6 +217,7 @@ class App(BaseApp):
         self._is_stopped = True
         await self.catalog.stop()
         await self.maintenance.stop()
+        await self._write_key_uses()
         await self.ledger.stop()
         await asyncio.to_thread(self.database.close)
         await asyncio.to_thread(self.blobs.close)

@@ -7,9 +7,13 @@ Rules
 2. Effects of `create` and `revoke` survive a crash.
 3. A revoked key stays in the file: a store that ever had a key never allows access without one.
 4. A reader neither creates nor changes the file.
+5. `rotate` gives a key a new secret. The old one is valid for some time more. All else of the key stays as it is.
+6. The keys are not in the database of the storage: a server reads them without waiting, and `dragoman keys` writes them
+   while a server has locked its database.
 """
 
 import hashlib
+import hmac
 import os
 import re
 import secrets
@@ -27,15 +31,25 @@ from dragoman.core.errors import ConfigError, StorageUnavailable
 from dragoman.core.types import RouteScope
 from dragoman.files.sources import home_directory
 
+KEY_ID = re.compile(r"[0-9a-f]{12}")
 KEY_PATTERN = re.compile(rb"dgm_([0-9a-f]{12})_[0-9a-f]{48}")
 PRINCIPAL = re.compile(r"(user:[A-Za-z0-9._@+-]{1,64}|agent:[A-Za-z0-9._+-]{1,64}/[A-Za-z0-9._@+-]{1,64})")
-SCHEMA = 1
+SCHEMA = 2
 TABLE = """
 CREATE TABLE IF NOT EXISTS keys (
     id TEXT PRIMARY KEY, principal TEXT NOT NULL, digest BLOB NOT NULL, created REAL NOT NULL,
-    expires REAL, revoked REAL, models TEXT NOT NULL, routes TEXT NOT NULL, limits TEXT NOT NULL
+    expires REAL, revoked REAL, models TEXT NOT NULL, routes TEXT NOT NULL, limits TEXT NOT NULL,
+    previous BLOB, previous_until REAL
 )
 """
+INSERT = """
+INSERT INTO keys VALUES (
+    :id, :principal, :digest, :created, :expires, :revoked, :models, :routes, :limits, :previous, :previous_until
+)
+"""
+ADDED = ("previous BLOB", "previous_until REAL")
+"""The columns that version 1 does not have."""
+JSON_COLUMNS = ("models", "routes", "limits")
 WRITE_SECONDS = 10.0
 READ_SECONDS = 0.05
 """The server does not wait for a writer; it reads again later."""
@@ -55,6 +69,15 @@ class ApiKey(msgspec.Struct, frozen=True):
     models: tuple[str, ...] = ()
     routes: tuple[RouteScope, ...] = ()
     limits: KeyLimits = KeyLimits()
+    previous: bytes | None = None
+    """The digest of the secret before the last rotation, valid before `previous_until`."""
+    previous_until: float | None = None
+
+    def has_digest(self, hashed: bytes, now: float) -> bool:
+        """Whether the digest is that of a valid secret. The number of comparisons is constant."""
+        is_kept = self.previous_until is not None and now < self.previous_until
+        is_previous = hmac.compare_digest(hashed, self.previous or bytes(32))
+        return hmac.compare_digest(hashed, self.digest) or (is_previous and is_kept)
 
     def is_valid(self, now: float) -> bool:
         return self.revoked is None and (self.expires is None or now < self.expires)
@@ -94,7 +117,7 @@ class KeyStore:
     ) -> tuple[str, ApiKey]:
         """Create a key; return it, for the only time, with its stored record."""
         key_id, limits = secrets.token_hex(6), limits or KeyLimits()
-        secret = f"dgm_{key_id}_{secrets.token_hex(24)}"
+        secret = _new_secret(key_id)
         key = ApiKey(
             id=key_id,
             principal=parse_principal(principal),
@@ -105,11 +128,20 @@ class KeyStore:
             routes=tuple(routes),
             limits=limits,
         )
-        *plain, models, routes, limits = msgspec.structs.astuple(key)
-        row = *plain, *(msgspec.json.encode(part).decode() for part in (models, routes, limits))
+        row = msgspec.structs.asdict(key)
+        row |= {name: msgspec.json.encode(row[name]).decode() for name in JSON_COLUMNS}
         with self._transaction() as connection:
-            connection.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+            connection.execute(INSERT, row)
         return secret, key
+
+    def rotate(self, key_id: str, until: float) -> str:
+        """Give a valid key a new secret and return it. The present one is valid until this time."""
+        secret = _new_secret(key_id)
+        statement = "UPDATE keys SET previous = digest, previous_until = ?, digest = ? WHERE id = ? AND revoked IS NULL"
+        with self._transaction() as connection:
+            if not connection.execute(statement, (until, digest(secret.encode()), key_id)).rowcount:
+                raise ConfigError(f"key {key_id} was revoked meanwhile")
+        return secret
 
     def revoke(self, key_id: str) -> bool:
         """Revoke a key; return False if it is unknown or revoked already."""
@@ -135,9 +167,8 @@ class KeyStore:
             try:
                 connection.execute("PRAGMA synchronous = EXTRA")
                 _check_schema(connection)
-                connection.execute(TABLE)
-                connection.execute(f"PRAGMA user_version = {SCHEMA}")
                 with connection:
+                    _upgrade(connection)
                     yield connection
             finally:
                 connection.close()
@@ -169,8 +200,9 @@ class KeyReader:
         try:
             assert self._connection is not None
             _check_schema(self._connection)
-            rows = self._connection.execute("SELECT * FROM keys ORDER BY created, id").fetchall()
-            keys = [_decode_row(row) for row in rows]
+            found = self._connection.execute("SELECT * FROM keys ORDER BY created, id")
+            names = [column[0] for column in found.description]
+            keys = [_decode_row(dict(zip(names, row, strict=True))) for row in found.fetchall()]
         except (sqlite3.Error, msgspec.MsgspecError, ConfigError) as error:
             self.close()
             raise StorageUnavailable("the keys cannot be read now; try again later") from error
@@ -203,12 +235,26 @@ class KeyReader:
 
 def _check_schema(connection: sqlite3.Connection) -> None:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version not in (0, SCHEMA):
+    if version > SCHEMA:
         raise ConfigError("it was created by a newer version of Dragoman")
 
 
-def _decode_row(row: Sequence[Any]) -> ApiKey:
-    """Return the key of a row. Its columns are the fields of the key, in order; the last three are JSON."""
-    *plain, models, routes, limits = row
-    values = [*plain, *map(msgspec.json.decode, (models, routes, limits))]
-    return msgspec.convert(dict(zip(ApiKey.__struct_fields__, values, strict=True)), ApiKey)
+def _upgrade(connection: sqlite3.Connection) -> None:
+    """Create the table, or add the columns that an older version does not have."""
+    connection.execute("BEGIN IMMEDIATE")
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    connection.execute(TABLE)
+    if version == 1:
+        for column in ADDED:
+            connection.execute(f"ALTER TABLE keys ADD COLUMN {column}")
+    connection.execute(f"PRAGMA user_version = {SCHEMA}")
+
+
+def _decode_row(row: dict[str, Any]) -> ApiKey:
+    """Return the key of a row. Its columns are fields of the key; some are JSON."""
+    row |= {name: msgspec.json.decode(row[name]) for name in JSON_COLUMNS}
+    return msgspec.convert(row, ApiKey)
+
+
+def _new_secret(key_id: str) -> str:
+    return f"dgm_{key_id}_{secrets.token_hex(24)}"

@@ -7,7 +7,8 @@
 Rules
 1. While no key of any kind exists, no key is required. Once one has existed, every request needs one, unless the
    configuration allows anonymous callers.
-2. Keys are compared by digest in constant time. The number of comparisons does not depend on the key sent.
+2. Keys are compared by digest in constant time. The number of comparisons depends only on the form of the key that was
+   sent and on whether it is valid.
 3. The store is checked once a second, and immediately for an unknown key. So a new key works immediately, also the
    first one, and a revoked key works for at most one more second. While the store cannot be read, the known keys stay
    valid.
@@ -50,8 +51,8 @@ log = logging.getLogger("dragoman.auth")
 
 CHECK_SECONDS = 1.0
 _STORED_KEY = re.compile(r"(dgm_[0-9a-f]{12})_[0-9a-f]+")
+_NO_KEY = ApiKey("", "", bytes(32), 0.0)
 _TOKEN = re.compile(r"eyJ[\w-]+\.[\w-]+\.[\w-]*")
-_NO_DIGEST = bytes(32)
 
 
 class Authenticator:
@@ -203,15 +204,20 @@ class _StoredKeys:
 
     def find(self, sent: bytes, hashed: bytes) -> Caller | None:
         form = KEY_PATTERN.fullmatch(sent)
-        key_id = form[1] if form else b""
-        if form and key_id not in self._known:
-            # The check is as cheap as a refusal: the store is read only if it has changed.
+        key_id, now = form[1] if form else b"", time.time()
+        key, caller, is_same = self._compare(key_id, hashed, now)
+        if form and not is_same:
+            # The key or its secret may be new. The check is as cheap as a refusal: the store is read only if it has
+            # changed.
             self._refresh()
+            key, caller, is_same = self._compare(key_id, hashed, now)
+            if not is_same and self._unreadable is not None:
+                raise self._unreadable
+        return caller if is_same and key is not None and key.is_valid(now) else None
+
+    def _compare(self, key_id: bytes, hashed: bytes, now: float) -> tuple[ApiKey | None, Caller | None, bool]:
         key, caller = self._known.get(key_id, (None, None))
-        is_same = hmac.compare_digest(hashed, _NO_DIGEST if key is None else key.digest)
-        if key is None and form and self._unreadable is not None:
-            raise self._unreadable
-        return caller if is_same and key is not None and key.is_valid(time.time()) else None
+        return key, caller, (key or _NO_KEY).has_digest(hashed, now)
 
     def _refresh(self) -> None:
         before = self._unreadable

@@ -1,4 +1,5 @@
-"""Records every request that has ended: in the metrics, the ledger, the event log, the traces and the log.
+"""Records every request that has ended: in the metrics, the ledger, the event log, the traces and the log. Notes when
+keys were used.
 
 The event log is a file of JSON lines:
 
@@ -31,6 +32,8 @@ from dragoman.core.errors import ConfigError
 from dragoman.core.urls import remove_credentials
 from dragoman.core.version import __version__
 from dragoman.server.telemetry.metrics import Metrics, RequestRecord
+from dragoman.storage.key_uses import KeyUses
+from dragoman.storage.keys import KEY_ID
 from dragoman.storage.ledger import Ledger
 
 SCHEMA = 1
@@ -54,6 +57,7 @@ class TelemetryRecorder:
         self.events = EventLog(event_log)
         self.metrics = Metrics(settings.metrics_by_principal)
         self.ledger: Ledger | None = None
+        self.key_uses = KeyUses()
         self.is_tracing = settings.traces is not None
         self._logs_requests = settings.log_requests
         self._traces = None
@@ -65,6 +69,8 @@ class TelemetryRecorder:
 
     def request(self, record: RequestRecord) -> None:
         self.metrics.add(record)
+        if KEY_ID.fullmatch(record.key):
+            self.key_uses.note(record.key, time.time())
         if self.ledger is not None:
             self.ledger.close(record)
         self.events.request(record)
