@@ -27,6 +27,7 @@ KINDS = {
     "/v1/completions": "completions",
     "/v1/messages": "messages",
     "/v1/responses": "responses",
+    "/v1/files": "file",
     "/v1/embeddings": "embeddings",
     "/v1/rerank": "rerank",
     "/v1/messages/count_tokens": "count",
@@ -37,7 +38,10 @@ KINDS = {
     "/detokenize": "detokenize",
 }
 STREAMS = frozenset({"chat", "completions", "messages", "responses"})
-OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank")
+OPENAI_PATHS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank"),
+    "/v1/organization/",
+)
 SHARED_PATHS = frozenset({"/v1/chat/completions/render", "/v1/chat/completions/input_tokens"})
 """Errors are in the words of the caller's protocol."""
 
@@ -150,6 +154,9 @@ def _check_success(request: Request, reply: Reply) -> None:
         if not media.startswith(b"text/plain") or not reply.body.startswith(b"# HELP"):
             raise Wrong("not a page of metrics")
         return
+    if media == b"application/octet-stream" and bare.startswith("/v1/files/"):
+        return
     if media != b"application/json":
         raise Wrong(f"the content type is {media!r}")
-    check_reply(kind, reply.body)
+    is_anthropic = family_of(request.path, request.method, request.headers) == "anthropic"
+    check_reply("anthropic_file" if kind == "file" and is_anthropic else kind, reply.body)

@@ -3,6 +3,7 @@
 body      recorded from a real client, or made by a grammar (bodies); left as it is, mutated, or damaged
 envelope  the method, path, key, content type and headers around it; at most one of them is odd
 session   a response is created, read, continued and deleted, also with another tenant's key
+forms     files are uploaded, read and deleted (forms)
 """
 
 import functools
@@ -13,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tools.fuzz import bodies, values
+from tools.fuzz import bodies, forms, values
 from tools.fuzz.cases import ANY, BUSY, LAST_ID, OK, HttpCase, Request, random_for
 from tools.fuzz.servers import BODY_BYTES, HEADER_BYTES, KEYS, PROFILES, Profile
 
@@ -60,6 +61,9 @@ GETS = (
         "/stats",
         "/admin/models",
         "/admin/upstreams",
+        "/admin/usage",
+        "/admin/usage?since=7d&by=day,key,model",
+        "/v1/organization/usage/completions?start_time=1&group_by=model&limit=2",
         "/v1/models?limit=1",
         "/v1/models?limit=0&after_id=echo",
     ),
@@ -73,6 +77,8 @@ ODD_PATHS = (
         "/v1/responses/x/input_items",
         "/favicon.ico",
     ),
+    *("/v1/files", "/v1/files/x", "/v1/files/x/content", "/v1/files/%00", "/v1/files?after=%ff&limit=3", "/v1/files/"),
+    *("/admin/usage?since=x", "/admin/usage?by=x", "/v1/organization/usage/completions?start_time=-1&page=x"),
     *("/v1/responses/%2e%2e/input_items?limit=1000", "/v1/responses/x?stream=true", "/v1/models?limit=-1", "/v1", "//"),
     *(
         "/v1/models?after_id=%00&before_id=",
@@ -106,8 +112,10 @@ def case(engine: str, seed: str, number: int) -> HttpCase:
     random = random_for("requests", seed, number)
     profile = PROFILES[engine]
     kind = random.random()
-    if kind < 0.88:
+    if kind < 0.84:
         return HttpCase((_post(random, profile),))
+    if kind < 0.88:
+        return HttpCase(tuple(forms.session(random)))
     if kind < 0.92:
         return HttpCase(tuple(_session(random, profile)))
     if kind < 0.97:

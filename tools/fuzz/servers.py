@@ -11,6 +11,7 @@ from dragoman.storage.keys import KeyStore
 KEYS = ("fuzz-key-of-the-first-tenant", "fuzz-key-of-the-second-tenant")
 BODY_BYTES = 256 * 1024
 HEADER_BYTES = 16 * 1024
+FILE_BYTES = 32 * 1024
 
 CALLS = (
     "<think>They want the weather.</think>I will look.\n"
@@ -36,6 +37,7 @@ SCRIPTED: Mapping[str, Any] = {
 }
 COMMON: Mapping[str, Any] = {
     "api_keys": list(KEYS),
+    "storage": {"file_bytes": FILE_BYTES},
     "telemetry": {"log_format": "json", "log_level": "warning"},
     "limits": {
         "body_bytes": BODY_BYTES,

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pydantic
 from anthropic.types import Message
-from openai.types import Completion, CreateEmbeddingResponse
+from anthropic.types.beta import BetaFileMetadata
+from openai.types import Completion, CreateEmbeddingResponse, FileObject
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
@@ -133,6 +134,8 @@ def sdk_types() -> dict[str, pydantic.TypeAdapter[Any]]:
         "messages": Message,
         "responses": Response,
         "embeddings": CreateEmbeddingResponse,
+        "file": FileObject,
+        "anthropic_file": BetaFileMetadata,
     }
     return {name: pydantic.TypeAdapter(kind) for name, kind in types.items()}
 
@@ -163,7 +166,9 @@ def check_reply(kind: str, body: bytes) -> None:
             return
         adapter = sdk_types().get(kind)
         if adapter is not None:
-            _check_generation(kind, adapter.validate_json(body))
+            reply = adapter.validate_json(body)
+            if kind not in ("file", "anthropic_file"):
+                _check_generation(kind, reply)
         elif kind == "json" and not isinstance(msgspec.json.decode(body), dict):
             raise Wrong("the body is not an object")
     except pydantic.ValidationError as error:
