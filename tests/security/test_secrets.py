@@ -57,7 +57,8 @@ class Watched:
 
     def outputs(self) -> dict[str, bytes]:
         """All output so far, by source."""
-        files = {str(file): file.read_bytes() for file in (self.folder / "home").rglob("*") if file.is_file()}
+        places = ((self.folder / "home").rglob("*"), self.folder.glob("dragoman.db*"))
+        files = {str(file): file.read_bytes() for place in places for file in place if file.is_file()}
         found = {
             "log": self.running.log.read_bytes(),
             "event log": self.running.event_log.read_bytes(),
@@ -212,6 +213,53 @@ def test_prompts_and_replies_are_in_no_log(watched: Watched) -> None:
     assert_nowhere({PROMPT}, watched.outputs() | pages)
 
 
+UNSTORED = "canary-unstored-5a1e"
+UPLOADED = "canary-uploaded-93c7"
+
+
+def test_storage_contains_neither_keys_nor_prompts_that_are_not_stored(watched: Watched) -> None:
+    requests_with_keys(watched)
+    prompt = {"model": "echo", "messages": says(UNSTORED), "max_tokens": 5}
+    for path, body in (
+        (CHAT, prompt | {"metadata": {"note": UNSTORED}, "user": UNSTORED}),
+        (CHAT, prompt | {"stream": True}),
+        (CHAT, prompt | {"model": "crashing"}),
+        ("/v1/messages", prompt | {"metadata": {"user_id": UNSTORED}}),
+        ("/v1/completions", {"prompt": UNSTORED}),
+        ("/v1/embeddings", {"input": UNSTORED}),
+        ("/v1/responses", {"input": UNSTORED, "store": False}),
+        ("/v1/responses", {"input": UNSTORED, "store": False, "stream": True}),
+    ):
+        watched.send("POST", path, json=body)
+    form = {"files": {"file": ("a", UPLOADED.encode())}, "data": {"purpose": "batch"}}
+    file = watched.send("POST", "/v1/files", **form).json()["id"]
+    database = watched.folder / "dragoman.db"
+
+    def stored() -> bytes:
+        return b"".join(path.read_bytes() for path in watched.folder.glob(f"{database.name}*") if path.is_file())
+
+    # The ledger writes a moment after the reply. Its rows show that the search looks at the right place.
+    principal = watched.running.events()[-1]["principal"]
+    assert eventually(lambda: stored().count(principal.encode()) > 10)
+    assert_nowhere(watched.secrets | {UNSTORED, UPLOADED}, {"database": stored()})
+    assert file.encode() in stored()
+    (content,) = [path for path in (watched.folder / "dragoman.db-blobs").rglob("*") if path.is_file()]
+    assert content.read_bytes() == UPLOADED.encode()
+    # Deleting it removes the content at once.
+    watched.send("DELETE", f"/v1/files/{file}")
+    assert not content.exists()
+    assert_nowhere(watched.secrets | {UNSTORED, UPLOADED}, watched.outputs())
+
+
+def test_storage_is_readable_by_its_owner_only(watched: Watched) -> None:
+    watched.send("POST", "/v1/files", files={"file": ("a", b"x")}, data={"purpose": "batch"})
+    blobs = watched.folder / "dragoman.db-blobs"
+    places = [*watched.folder.glob("dragoman.db*"), *blobs.rglob("*")]
+    assert len(places) > 5
+    for place in places:
+        assert stat.S_IMODE(place.stat().st_mode) == (0o700 if place.is_dir() else 0o600), place
+
+
 def test_crashed_worker_reveals_no_secret(watched: Watched) -> None:
     answer = watched.send("POST", CHAT, json={"model": "crashing", "messages": says(PROMPT)})
     assert answer.status_code == 502
@@ -277,6 +325,8 @@ def test_commands_print_no_secret(watched: Watched) -> None:
     commands = [
         ["keys", "list", "--config", config_file],
         ["keys", "list", "--json", "--config", config_file],
+        ["keys", "usage", "--config", config_file, "--api-key", STATIC],
+        ["usage", "--url", watched.running.url, "--api-key", STATIC],
         ["check", "--config", config_file],
         ["models", "--url", watched.running.url],
         ["models", "--url", url],

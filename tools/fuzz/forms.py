@@ -75,7 +75,8 @@ def _form(
 
 
 def _odd_upload(random: Random) -> Request:
-    headers, expect, boundary = (BEARER,), OK | REFUSED, b"cut"
+    headers: tuple[tuple[str, str], ...] = (BEARER,)
+    expect, boundary = OK | REFUSED, b"cut"
     fields = {b"purpose": b"batch"}
     data = _form(random, boundary, fields, random.choice(NAMES), random.choice(TYPES))
     kind = random.randrange(9)

@@ -55,7 +55,9 @@ class BlobWriter:
 
     def __enter__(self) -> Self:
         try:
-            self._temporary.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # The mode is only for the last part of a path.
+            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._temporary.parent.mkdir(exist_ok=True, mode=0o700)
             self._file = os.fdopen(os.open(self._temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb")
         except OSError as error:
             raise _unavailable(error) from error
