@@ -231,8 +231,8 @@ def test_storage_contains_neither_keys_nor_prompts_that_are_not_stored(watched: 
         ("/v1/responses", {"input": UNSTORED, "store": False, "stream": True}),
     ):
         watched.send("POST", path, json=body)
-    form = {"files": {"file": ("a", UPLOADED.encode())}, "data": {"purpose": "batch"}}
-    file = watched.send("POST", "/v1/files", **form).json()["id"]
+    content = {"file": ("a", UPLOADED.encode())}
+    file = watched.send("POST", "/v1/files", files=content, data={"purpose": "batch"}).json()["id"]
     database = watched.folder / "dragoman.db"
 
     def stored() -> bytes:
@@ -243,11 +243,11 @@ def test_storage_contains_neither_keys_nor_prompts_that_are_not_stored(watched: 
     assert eventually(lambda: stored().count(principal.encode()) > 10)
     assert_nowhere(watched.secrets | {UNSTORED, UPLOADED}, {"database": stored()})
     assert file.encode() in stored()
-    (content,) = [path for path in (watched.folder / "dragoman.db-blobs").rglob("*") if path.is_file()]
-    assert content.read_bytes() == UPLOADED.encode()
+    (kept,) = [path for path in (watched.folder / "dragoman.db-blobs").rglob("*") if path.is_file()]
+    assert kept.read_bytes() == UPLOADED.encode()
     # Deleting it removes the content at once.
     watched.send("DELETE", f"/v1/files/{file}")
-    assert not content.exists()
+    assert not kept.exists()
     assert_nowhere(watched.secrets | {UNSTORED, UPLOADED}, watched.outputs())
 
 
