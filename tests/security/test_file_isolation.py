@@ -23,7 +23,7 @@ ANTHROPIC = {"anthropic-version": "2023-06-01"}
 
 
 @dataclass
-class Kept:
+class OwnedFile:
     principal: str
     id: str
     content: bytes
@@ -31,9 +31,9 @@ class Kept:
 
 
 @dataclass
-class World:
+class FileWorld:
     tenants: list[Tenant]
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[OwnedFile] = field(default_factory=list)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_random_schedules_of_tenants(tenants: list[Tenant]) -> None:
     @settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate])
     @given(ACTIONS)
     def schedule(actions: list[tuple[str, int, int, bool]]) -> None:
-        world = World(tenants)
+        world = FileWorld(tenants)
         for action, who, what, is_anthropic in actions:
             take(world, action, tenants[who % len(tenants)], what, ANTHROPIC if is_anthropic else {})
         for tenant in tenants:
@@ -79,14 +79,14 @@ def listed(tenant: Tenant, query: str = "") -> list[str]:
     return [file["id"] for file in tenant.client.get(f"{FILES}?{query}").raise_for_status().json()["data"]]
 
 
-def take(world: World, action: str, tenant: Tenant, what: int, headers: dict[str, str]) -> None:
+def take(world: FileWorld, action: str, tenant: Tenant, what: int, headers: dict[str, str]) -> None:
     """Send one request and compare the answer with what the tenant may know."""
     if action == "upload" or not world.kept:
         content = b"content %d" % (what % 3)
         data = {} if headers else {"purpose": "batch"}
         sent = {"file": ("a", content)}
         answer = tenant.client.post(FILES, files=sent, data=data, headers=headers).raise_for_status()
-        world.kept.append(Kept(tenant.principal, answer.json()["id"], content))
+        world.kept.append(OwnedFile(tenant.principal, answer.json()["id"], content))
         return
     chosen = world.kept[what % len(world.kept)]
     own = {kept.id for kept in world.kept if kept.principal == tenant.principal and not kept.is_deleted}
