@@ -1,6 +1,7 @@
 """Engines for the tests of workers; the worker imports them from here."""
 
 import asyncio
+import ctypes
 import os
 import signal
 import time
@@ -129,6 +130,17 @@ class Spinning(Engine):
         await asyncio.sleep(0.05)
         while True:
             pass
+
+
+class Locking(Engine):
+    """Is stuck in native code that holds Python's lock, so that no thread of its process runs."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        yield "one "
+        await asyncio.sleep(0.05)
+        mutex, libc = ctypes.create_string_buffer(256), ctypes.PyDLL(None)
+        libc.pthread_mutex_lock(mutex)
+        libc.pthread_mutex_lock(mutex)
 
 
 class Broken(Engine):

@@ -2,7 +2,8 @@
 
 Rules
 1. The end of standard input ends the process at once, so that a parent killed with kill -9 leaves no worker behind. A
-   thread reads it, because the engine may block the event loop.
+   thread reads it, because the engine may block the event loop. On Linux the kernel ends a worker whose threads are
+   all stuck (see `parent_death`).
 2. Events that become ready in one turn of the event loop leave in one message, so a step of an engine is one message.
 3. Output that cannot be encoded fails its own request only.
 4. Every generation is reported to its end, even if it was cancelled.
@@ -38,6 +39,7 @@ from dragoman.ipc.messages import (
     Start,
     ToWorker,
 )
+from dragoman.ipc.parent_death import kill_after_parent
 
 log = logging.getLogger("dragoman.ipc")
 
@@ -210,6 +212,7 @@ async def _main(source: BinaryIO, output: BinaryIO) -> None:
 
 def main() -> None:
     source, output = enter_child()
+    kill_after_parent()
     asyncio.run(_main(os.fdopen(source, "rb"), os.fdopen(output, "wb")))
     # Threads and processes of a library might keep this process alive.
     exit_with_group(0)

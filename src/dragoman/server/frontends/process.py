@@ -10,14 +10,10 @@ Rules
 """
 
 import asyncio
-import ctypes
 import logging
 import os
-import signal
 import socket
 import sys
-import threading
-import time
 from collections.abc import Awaitable, Sequence
 
 import uvloop
@@ -26,6 +22,7 @@ from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.ipc.child_process import enter_child
 from dragoman.ipc.engine_client import make_method_call
+from dragoman.ipc.parent_death import kill_with_parent
 from dragoman.server.app import App
 from dragoman.server.base_app import BaseApp, Route, SharedRoute
 from dragoman.server.frontends import messages
@@ -44,8 +41,6 @@ from dragoman.storage.blobs import BlobStore, blob_directory
 
 log = logging.getLogger("dragoman.fronts")
 
-PR_SET_PDEATHSIG = 1
-CHECK_SECONDS = 1.0
 END_SECONDS = 5.0
 """Time for cancelled requests to send their errors when the front end stops."""
 POLL_SECONDS = 0.02
@@ -139,26 +134,6 @@ class FrontEnd:
         self._parent.send(messages.Listening())
 
 
-def _end_with_parent(parent: int) -> None:
-    """Kill this process when the process with the id `parent` ends."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            error = ctypes.get_errno()
-            raise OSError(error, os.strerror(error))
-    else:
-        threading.Thread(target=_watch_parent, args=(parent,), name="dragoman-parent", daemon=True).start()
-    if os.getppid() != parent:
-        # The parent ended before the watch began.
-        os._exit(0)
-
-
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(CHECK_SECONDS)
-    os._exit(0)
-
-
 async def _run(number: int, connection: int, sockets: Sequence[int]) -> None:
     await FrontEnd(number, [socket.socket(fileno=listener) for listener in sockets]).serve(connection)
 
@@ -166,7 +141,7 @@ async def _run(number: int, connection: int, sockets: Sequence[int]) -> None:
 def main() -> None:
     parent, number, *sockets = map(int, sys.argv[1:])
     _, connection = enter_child()
-    _end_with_parent(parent)
+    kill_with_parent(parent)
     with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
         runner.run(_run(number, connection, sockets))
 
