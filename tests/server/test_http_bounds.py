@@ -147,6 +147,26 @@ def test_disconnect_is_noticed_while_pipelined_requests_wait(crowded: Running, s
     assert eventually(lambda: len(recorded(crowded, 0, status=499, model="slow")) == left + 1)
 
 
+def test_disconnect_is_noticed_if_more_requests_wait_than_all_buffers_hold(crowded: Running) -> None:
+    """The end of the connection is behind the requests that the server has no room for."""
+    left = len(recorded(crowded, 0, status=499, model="slow"))
+    with connect(crowded) as sock:
+        sock.sendall(request_bytes(CHAT, SLOW, KEY))
+        while select.select([], [sock], [], 0.2)[1]:
+            sock.send(HEALTH * 1000)
+    assert eventually(lambda: len(recorded(crowded, 0, status=499, model="slow")) == left + 1)
+
+
+def test_requests_pipelined_behind_a_long_one_are_dropped_and_the_connection_closes(crowded: Running) -> None:
+    body = {"model": "slow", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 60, "stream": True}
+    with connect(crowded) as sock:
+        sock.sendall(request_bytes(CHAT, body, KEY) + HEALTH * 10_000)
+        answer = read(sock, PATIENCE)
+    assert answer.closed
+    assert answer.body.count(b"HTTP/1.1 ") == 0
+    assert answer.body.count(b"tick") == 60
+
+
 REFUSED = {
     "401": (head(CHAT, b"Host: localhost", b"Content-Length: 9999999999"), 401),
     "413": (head(CHAT, b"Host: localhost", KEY.encode(), b"Content-Length: 9999999999"), 413),

@@ -4,7 +4,9 @@ Rules
 1. Headers that are too large get 431, headers that take too long 408, malformed HTTP 400; then the connection is
    closed. These replies have the usual error format and are recorded in the event log.
 2. The bytes after a request are not parsed before its response is complete. Up to `READ_AHEAD` of them are kept; then
-   reading pauses. While it is paused, the socket is polled for a client that disconnects.
+   reading pauses. If it pauses for `PIPELINE_SECONDS`, these requests are dropped, and the connection closes after the
+   response: while reading is paused, a client that disconnects is not always noticed. After `MAX_DROPPED` bytes it is
+   aborted.
 3. The time for a head runs while no request is being answered. Empty lines before a request do not stop it.
 4. A client that reads nothing for `write_seconds` while output is waiting is disconnected.
 5. An `Upgrade` is ignored: the request is served as HTTP (see `http1`).
@@ -33,6 +35,7 @@ from dragoman.server.http.http1 import ChunkedBody, FixedBody, RequestHead, pars
 from dragoman.server.http.response import (
     DIRECT,
     LINGER_BYTES,
+    MAX_DROPPED,
     READ_AHEAD,
     HeaderLines,
     ReadBuffer,
@@ -73,7 +76,8 @@ class HttpConnection(asyncio.Protocol):
     _body: FixedBody | ChunkedBody | None = None
     _response: Response | None = None
     """The response to the latest request."""
-    _is_lingering = False
+    _is_discarding = False
+    """Whether everything that arrives from now on is discarded."""
     _head_due = _close_due = _abort_due = math.inf
     """When the head must have arrived, and when the connection is closed or aborted."""
     _is_head_late = False
@@ -147,19 +151,28 @@ class HttpConnection(asyncio.Protocol):
             self._is_head_late = True
         elif is_idle and now - self._received_at >= self._state.keep_alive_seconds:
             transport.close()
+        elif self.buffer.has_late_requests(now):
+            self._drop_requests()
+        elif self._has_dropped_requests and self.buffer.discarded > MAX_DROPPED:
+            transport.abort()
 
     @property
     def _is_answering(self) -> bool:
         return self._response is not None and not self._response.response_complete
 
+    @property
+    def _has_dropped_requests(self) -> bool:
+        """Whether this is the last response, because the requests after it were dropped."""
+        return self._is_discarding and self._is_answering and self._close_due == math.inf
+
     # Receiving
 
     def data_received(self, data: bytes) -> None:
         self._received_at = self._loop.time()
-        if self._is_lingering:
+        if self._is_discarding:
             self.buffer.discard(len(data))
         elif self.buffer.data:
-            self.buffer.store(self.buffer.data + data)
+            self.buffer.store(self.buffer.data + data, self._received_at)
         else:
             self._feed(data)
 
@@ -169,7 +182,7 @@ class HttpConnection(asyncio.Protocol):
                 if self._body is not None:
                     data = self._feed_body(self._body, data)
                 elif self._is_answering:
-                    self.buffer.store(data)
+                    self.buffer.store(data, self._loop.time())
                     return
                 else:
                     data = self._feed_head(data)
@@ -266,7 +279,7 @@ class HttpConnection(asyncio.Protocol):
             return
         buffer = self.buffer
         if not response.keep_alive:
-            if self._body is None and not buffer.data:
+            if self._body is None and not buffer.data and not self._is_discarding:
                 self.transport.close()
             else:
                 self._linger()
@@ -291,14 +304,19 @@ class HttpConnection(asyncio.Protocol):
 
     # Refusing and closing
 
+    def _drop_requests(self) -> None:
+        """Answer only the present request, and discard what follows it."""
+        assert self._response is not None
+        self._response.keep_alive = False
+        self._is_discarding = True
+        self.buffer.start_discarding(MAX_DROPPED)
+
     def _linger(self) -> None:
-        self._is_lingering = True
-        self.buffer.data = b""
-        self.buffer.discarded = 0
+        self._is_discarding = True
         self._head_due = math.inf
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self.buffer.resume()
+        self.buffer.start_discarding(LINGER_BYTES)
         self._close_due = self._loop.time() + LINGER_SECONDS
 
     def _refuse_late_head(self) -> None:

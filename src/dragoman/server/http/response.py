@@ -25,6 +25,10 @@ DIRECT = "dragoman.direct"
 """ASGI scope extension. Its value is the connection; `connection.response(scope)` returns the `Response`."""
 READ_AHEAD = 64 * 1024
 """Bytes kept before reading pauses: of a body that the app has not read, or after a request."""
+PIPELINE_SECONDS = 1.0
+"""If reading has paused for this time because of further requests, they are dropped."""
+MAX_DROPPED = 64 * 1024 * 1024
+"""Bytes of dropped requests that are received: more than the buffers of sockets hold."""
 LINGER_BYTES = 1024 * 1024
 """Bytes of an unread body that are received and discarded before reading pauses."""
 DISCONNECTED = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
@@ -42,21 +46,35 @@ class ReadBuffer:
     data = b""
     discarded = 0
     """Bytes discarded since `discarded` was reset."""
+    limit = LINGER_BYTES
+    """Bytes that are discarded before reading pauses."""
     _is_paused = False
+    _stored_at = 0.0
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
 
-    def store(self, data: bytes) -> None:
+    def store(self, data: bytes, now: float) -> None:
         self.data = data
+        self._stored_at = now
         if len(data) > READ_AHEAD:
             self.pause()
+
+    def has_late_requests(self, now: float) -> bool:
+        """Whether further requests have paused reading for too long."""
+        return len(self.data) > READ_AHEAD and now - self._stored_at >= PIPELINE_SECONDS
 
     def discard(self, size: int) -> None:
         """Count received bytes that are not needed; too many of them pause reading."""
         self.discarded += size
-        if self.discarded > LINGER_BYTES:
+        if self.discarded > self.limit:
             self.pause()
+
+    def start_discarding(self, limit: int) -> None:
+        """Drop what is kept, and discard up to `limit` more bytes."""
+        self.data = b""
+        self.discarded, self.limit = 0, limit
+        self.resume()
 
     def pause(self) -> None:
         if not self._is_paused:
