@@ -14,7 +14,7 @@ import pytest
 from dragoman.config.sections import KeyLimits, Keys
 from dragoman.config.settings import Settings
 from dragoman.core.delivery import pull_events
-from dragoman.core.engine import PutProgress
+from dragoman.core.engine import Engine, Output, PutProgress
 from dragoman.core.errors import EngineFailed
 from dragoman.core.events import Event, Started
 from dragoman.core.request import GenerationRequest, Message, Text
@@ -59,6 +59,18 @@ class StartingWorker(WorkerEngine):
         if self.failure is not None:
             raise self.failure
         self.opened.put_nowait(key)
+
+
+class EndlessEngine(Engine):
+    """Writes a kilobyte in every turn of the event loop."""
+
+    count = 0
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        while True:
+            self.count += 1
+            yield "x" * 1000
+            await asyncio.sleep(0)
 
 
 @asynccontextmanager
@@ -120,6 +132,25 @@ async def test_cancelled_generation_is_not_started_later() -> None:
         for choice in choices:
             choice.cancel()
         await asyncio.gather(*choices, return_exceptions=True)
+
+
+async def test_engine_waits_for_a_front_end_that_reads_too_slowly() -> None:
+    """Otherwise the messages of other requests would wait behind megabytes of its output."""
+    engine = EndlessEngine()
+    async with linked(build_app(ENGINES_ONLY, [engine])) as parent:
+        await acquire_lease(parent)
+        async with aclosing(generate(parent)) as stream:
+            await anext(stream)
+            transport = parent.link._transport
+            assert transport is not None
+            transport.pause_reading()
+            for _ in range(5000):
+                await asyncio.sleep(0)
+            written = engine.count
+            assert written < 2000
+            transport.resume_reading()
+            while engine.count < written + 100:
+                await anext(stream)
 
 
 async def test_dead_front_end_spends_its_tokens_and_frees_its_slots() -> None:

@@ -6,6 +6,7 @@ Rules
 1. Messages sent in one turn of the event loop leave in one write.
 2. Messages are delivered in order, by direct calls.
 3. The end of the connection is reported once. After `close`, nothing is delivered.
+4. `writable` is cleared while the other side reads too slowly. Then senders of large amounts should wait.
 """
 
 import asyncio
@@ -54,6 +55,8 @@ class MessageConnection(asyncio.Protocol):
         self._chunks: list[bytes] = []
         self._size = 0
         self._outbox: list[bytes] = []
+        self.writable = asyncio.Event()
+        self.writable.set()
 
     async def connect(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -64,7 +67,14 @@ class MessageConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self.writable.set()
         self._on_lost()
+
+    def pause_writing(self) -> None:
+        self.writable.clear()
+
+    def resume_writing(self) -> None:
+        self.writable.set()
 
     def data_received(self, data: bytes) -> None:
         # The chunks of a large message are joined once.

@@ -4,7 +4,8 @@ Rules
 1. What a request holds (quota, slots, engine) is released when the request leaves or its front end dies. Tokens
    reserved by a front end that died count as spent, because they may have been; also in the ledger.
 2. The progress of all generations leaves in one message per turn of the event loop.
-3. A front end is killed if more than `MAX_UNSENT` bytes wait for it.
+3. A front end is killed if more than `MAX_UNSENT` bytes wait for it. Engines in this process wait long before that:
+   a fast one must not delay the messages of other requests.
 """
 
 import asyncio
@@ -66,6 +67,10 @@ class FrontEndOutput:
 
     def send(self, message: msgspec.Struct) -> None:
         self._link.send(encode(message))
+
+    def pause(self) -> Awaitable[Any] | None:
+        """What to wait for before more is sent, if the front end reads too slowly."""
+        return None if self._link.writable.is_set() else self._link.writable.wait()
 
     def put(self, progress: msgspec.Raw) -> None:
         if not self._batch:
@@ -272,7 +277,9 @@ class RequestHandlers:
     async def _run_local(self, engine: Engine, key: int, request: GenerationRequest, state: RequestState) -> None:
         def put(progress: GenerationProgress) -> Awaitable[Any] | None:
             self._output.put(pack(progress))
-            return state.paused[key].wait() if key in state.paused and not progress.ended else None
+            if progress.ended:
+                return None
+            return state.paused[key].wait() if key in state.paused else self._output.pause()
 
         # The task belongs to this request, so it sets the context variable of the loop guard.
         loop_guard.store_path_header(state.via)
