@@ -25,6 +25,7 @@ from dragoman.core.request import (
 )
 from dragoman.formats import FORMATS
 from dragoman.grammar.constraints import MAX_CONCURRENT, MAX_PER_CALLER, CompiledConstraint, ConstraintCompiler
+from dragoman.grammar.trial_server import NICENESS
 from tests.grammar.matching import END, PIECES, grammar_model
 
 LEAST = -(2**63)
@@ -241,6 +242,43 @@ async def test_schemas_of_one_caller_do_not_delay_another_caller() -> None:
             task.cancel()
         await asyncio.wait(hostile)
         await until(lambda: not running_trials(constraints))
+
+
+async def test_callers_who_used_much_time_for_trials_get_a_low_priority() -> None:
+    async with compiler() as constraints:
+        await constrain(constraints, Regex("a"))
+
+        async def niceness(principal: str) -> int:
+            """Of a trial of this caller, which is cancelled then."""
+            task = asyncio.create_task(constrain(constraints, patterns(60), principal=principal))
+            await until(lambda: running_trials(constraints))
+            found = os.getpriority(os.PRIO_PROCESS, int(running_trials(constraints)[0]))
+            task.cancel()
+            await asyncio.wait((task,))
+            await until(lambda: not running_trials(constraints))
+            return found
+
+        normal = os.getpriority(os.PRIO_PROCESS, server_pid(constraints))
+        for _ in range(3):
+            await niceness("mallory")
+        assert constraints.trials.has_low_priority("mallory")
+        assert not constraints.trials.has_low_priority("alice")
+        assert await niceness("alice") == normal
+
+
+async def test_trial_of_low_priority_runs_at_a_higher_niceness() -> None:
+    async with compiler() as constraints:
+        await constrain(constraints, Regex("a"))
+        normal = os.getpriority(os.PRIO_PROCESS, server_pid(constraints))
+        constraints.trials._recent.add([("mallory", 100.0)])
+        task = asyncio.create_task(constrain(constraints, patterns(60), principal="mallory"))
+
+        def nicenesses() -> list[int]:
+            return [os.getpriority(os.PRIO_PROCESS, int(pid)) for pid in running_trials(constraints)]
+
+        await until(lambda: nicenesses() == [normal + NICENESS])
+        task.cancel()
+        await asyncio.wait((task,))
 
 
 async def test_known_constraint_needs_no_trial() -> None:

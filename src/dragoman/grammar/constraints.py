@@ -75,15 +75,15 @@ class ConstraintCompiler:
                 return CompiledConstraint(result.shape, guide)
         async with self._semaphore.acquire(request.principal):
             # Another request with the same job may have been tried meanwhile.
-            result = self._results.get(job) or await self._run_trial(job, param)
+            result = self._results.get(job) or await self._run_trial(job, param, request.principal)
             return None if result.shape is None else await self._compile(result.shape, result.memory)
 
     async def close(self) -> None:
         await self.trials.close()
         await asyncio.to_thread(self._threads.shutdown)
 
-    async def _run_trial(self, job: bytes, param: str) -> TrialOutcome:
-        outcome = await self.trials.run(job)
+    async def _run_trial(self, job: bytes, param: str, caller: str) -> TrialOutcome:
+        outcome = await self.trials.run(job, caller)
         if outcome is None:
             raise InvalidSchema(f"{param}: {TOO_COMPLEX}", param=param)
         if outcome.failure is not None:

@@ -4,6 +4,8 @@ Rules
 1. The first trial starts the server. If the server has died, the next trial starts another one.
 2. A trial whose request is cancelled is killed.
 3. A trial that ends without an outcome has reached a limit or crashed. The caller gets the same error for both.
+4. Callers whose trials took more than `MAX_RECENT_SECONDS` of CPU time recently get a low priority. A trial without an
+   outcome counts as the longest.
 """
 
 import asyncio
@@ -13,18 +15,36 @@ import os
 import pickle
 import socket
 import sys
+import time
 from collections.abc import Callable
 
 import msgspec
 
+from dragoman.core.decaying_counter import DecayingCounter
 from dragoman.core.errors import EngineFailed, Unavailable
-from dragoman.grammar.trial_server import COMMAND, FORK, KILL, LENGTH, READY, STARTED, TrialModel, TrialOutcome
+from dragoman.grammar.trial_server import (
+    COMMAND,
+    CPU_SECONDS,
+    FORK,
+    FORK_LOW,
+    KILL,
+    LENGTH,
+    READY,
+    STARTED,
+    TrialModel,
+    TrialOutcome,
+)
 
 log = logging.getLogger("dragoman.grammar")
 
 START_SECONDS = 60.0
 TRIAL_SECONDS = 60.0
 """Wall time. On a busy machine a trial needs longer to reach its CPU limit."""
+
+
+MAX_RECENT_SECONDS = 3.0
+RECENT_SECONDS = 30.0
+"""The weight of past CPU time halves in this time."""
 
 
 class _ServerProcess(msgspec.Struct):
@@ -55,22 +75,37 @@ class TrialClient:
         self._numbers = itertools.count()
         self._server: _ServerProcess | None = None
         self._starting = asyncio.Lock()
+        self._recent = DecayingCounter(RECENT_SECONDS, least=0.1, clock=time.monotonic)
+        """CPU seconds by caller."""
 
-    async def run(self, job: bytes) -> TrialOutcome | None:
+    async def run(self, job: bytes, caller: str) -> TrialOutcome | None:
         """Return the outcome of the job, or None if the trial reached a limit."""
+        seconds = CPU_SECONDS
+        try:
+            outcome = await self._repeat(job, FORK_LOW if self.has_low_priority(caller) else FORK)
+            if outcome is not None:
+                seconds = outcome.seconds
+            return outcome
+        finally:
+            self._recent.add([(caller, seconds)])
+
+    def has_low_priority(self, caller: str) -> bool:
+        return self._recent.get_now(caller) > MAX_RECENT_SECONDS
+
+    async def _repeat(self, job: bytes, kind: bytes) -> TrialOutcome | None:
         # The server may have died since the last trial, so a trial that does not start is repeated once.
         for _ in range(2):
-            if (body := await self._run(job)) is not None:
+            if (body := await self._run(job, kind)) is not None:
                 return _decode_outcome(body) if body else None
         raise Unavailable("the grammar could not be compiled in its trial process; try again", retry_after=1)
 
-    async def _run(self, job: bytes) -> bytes | None:
+    async def _run(self, job: bytes, kind: bytes) -> bytes | None:
         """Return the encoded outcome. Empty if the trial ended without one, None if it did not start."""
         server = await self._get_server()
         number = next(self._numbers)
         local, remote = socket.socketpair()
         with remote:
-            is_running = server.send(FORK, number, (remote.fileno(),))
+            is_running = server.send(kind, number, (remote.fileno(),))
         if not is_running:
             local.close()
             await self._discard(server)

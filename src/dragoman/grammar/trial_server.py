@@ -1,7 +1,7 @@
 """The process that tries grammars: it forks one process per trial.
 
     socket  := model, then ready back, then commands*       when it closes, this process ends
-    command := "F" number, with a socket for the trial | "K" number                   fork, kill
+    command := ("F" | "L") number, with a socket for the trial | "K" number           fork, fork with low priority, kill
     trial's socket := started job outcome       started: one byte; job and outcome: MessagePack with a length prefix
 
 A trial does everything that a caller's schema, expression or grammar can make slow or dangerous: it builds the grammar,
@@ -13,7 +13,8 @@ Rules
 2. The kernel limits the CPU time, memory and stack of a trial, in native code too.
 3. The stack of a trial is smaller than that of any thread: a grammar that passes does not overflow in the engine.
 4. Only forked processes read a caller's input. This process has one thread, so that forking is safe.
-5. Trials have a lower priority than the engine: a caller who sends expensive schemas must not slow down decoding.
+5. A trial of a caller who has used much time for trials has a lower priority than the engine: expensive schemas must
+   not slow down decoding. The other trials have a normal one, so that they end in time on a busy machine.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Never
@@ -42,7 +44,7 @@ from dragoman.grammar.reply_grammar import GrammarModel, ReplyGrammar, build_rep
 
 LENGTH = struct.Struct("<I")
 COMMAND = struct.Struct("<cQ")
-FORK, KILL = b"F", b"K"
+FORK, FORK_LOW, KILL = b"F", b"L", b"K"
 READY = b"!"
 STARTED = b"+"
 
@@ -96,10 +98,11 @@ class TrialJob(msgspec.Struct, frozen=True, array_like=True):
 class TrialOutcome(msgspec.Struct, frozen=True):
     """`shape` is None if the reply is unrestricted. `memory` is the size of the compiled grammar in bytes, `failure`
     the class, message and param of the caller's mistake, `bug` the traceback of an exception that no input should
-    cause."""
+    cause. `seconds` is the CPU time of the trial."""
 
     shape: ReplyGrammar | None = None
     memory: int = 0
+    seconds: float = 0.0
     failure: tuple[str, str, str | None] | None = None
     bug: str | None = None
 
@@ -150,14 +153,14 @@ class TrialServer:
             if len(message) < COMMAND.size:
                 message += read_exactly(self._control, COMMAND.size - len(message))
             kind, number = COMMAND.unpack(message)
-            if kind == FORK:
-                self._fork(number, sockets[0])
+            if kind in (FORK, FORK_LOW):
+                self._fork(number, sockets[0], has_low_priority=kind == FORK_LOW)
             elif kind == KILL and number in self._children:
                 self._kill(number)
         for number in tuple(self._children):
             self._kill(number)
 
-    def _fork(self, number: int, channel: int) -> None:
+    def _fork(self, number: int, channel: int, has_low_priority: bool) -> None:
         try:
             child = os.fork()
         except OSError:
@@ -165,18 +168,21 @@ class TrialServer:
             os.close(channel)
             return
         if child == 0:
-            self._run_trial(socket.socket(fileno=channel))
+            self._run_trial(socket.socket(fileno=channel), has_low_priority)
         os.close(channel)
         self._children[number] = child
 
-    def _run_trial(self, channel: socket.socket) -> Never:
+    def _run_trial(self, channel: socket.socket, has_low_priority: bool) -> Never:
         """Run one trial in a forked process."""
         # It ends without an outcome at a limit, or if the engine has closed the socket.
         with contextlib.suppress(MemoryError, RecursionError, OSError, EOFError):
             self._control.close()
             set_limits()
+            if has_low_priority:
+                lower_priority()
             channel.sendall(STARTED)
-            body = msgspec.msgpack.encode(self._outcome(receive(channel)))
+            outcome = self._outcome(receive(channel))
+            body = msgspec.msgpack.encode(msgspec.structs.replace(outcome, seconds=time.process_time()))
             channel.sendall(LENGTH.pack(len(body)) + body)
         os._exit(0)
 
@@ -223,6 +229,7 @@ def read_exactly(channel: socket.socket, size: int) -> bytes:
 
 def lower_priority() -> None:
     os.nice(NICENESS)
+    os.setsid()
     # Linux divides the processor between sessions first, and then between the processes of each.
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(NICENESS))
@@ -230,7 +237,6 @@ def lower_priority() -> None:
 
 def main(control: int) -> Never:
     """Run the server with this file descriptor of its socket."""
-    lower_priority()
     # EOFError: the engine's process has ended.
     with contextlib.suppress(EOFError):
         TrialServer(socket.socket(fileno=control)).serve()

@@ -38,6 +38,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
+from dragoman.core.decaying_counter import DecayingCounter
 from dragoman.engines.llama.prefix_tree import PrefixTree
 from dragoman.engines.llama.sequences import MIN_DECODED_TOKENS, MIN_SHARED_TOKENS, Effect, SequenceAllocator, Trim
 
@@ -289,28 +290,21 @@ class RecentUsage:
     """Prefill rows of each principal, of which older ones count less."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._rows: dict[str, float] = {}
-        self._time = clock()
+        self._rows = DecayingCounter(RECENT_ROWS_SECONDS, least=1, clock=clock)
 
     def order(self, owners: Sequence[str]) -> list[str]:
         """Return the distinct owners, the one with the fewest rows first, and of equals the one of the oldest job."""
-        return sorted(dict.fromkeys(owners), key=lambda owner: self._rows.get(owner, 0.0))
+        return sorted(dict.fromkeys(owners), key=self._rows.get)
 
     def has_lighter(self, owners: Collection[str]) -> bool:
         """Whether another principal had fewer rows than all of these; without owners, whether there are several."""
         if not owners:
             return len(self._rows) > 1
-        least = min(self._rows.get(owner, 0.0) for owner in owners)
-        return any(rows < least for principal, rows in self._rows.items() if principal not in owners)
+        least = min(map(self._rows.get, owners))
+        return any(self._rows.get(principal) < least for principal in self._rows if principal not in owners)
 
     def record(self, owners: Sequence[str], rows: Sequence[int]) -> None:
-        now = self._clock()
-        decay = 0.5 ** ((now - self._time) / RECENT_ROWS_SECONDS)
-        self._time = now
-        self._rows = {owner: left for owner, count in self._rows.items() if (left := count * decay) >= 1}
-        for owner, count in zip(owners, rows, strict=True):
-            self._rows[owner] = self._rows.get(owner, 0.0) + count
+        self._rows.add(zip(owners, rows, strict=True))
 
 
 def share_between(order: Sequence[str], owners: Sequence[str], wants: Sequence[int], budget: int) -> list[int]:
