@@ -3,7 +3,7 @@
     python -m tools.fairness.attacks PORT KEY ATTACK ...
 
 runs as a process of its own with a low priority: an attacker has a machine of its own, and what it computes must not
-count as the server's.
+count as the server's. With the port 0 it attacks a server in its own process, which refuses everything.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ CLIENTS = 6
 CONNECTIONS = 200
 BODY_BYTES = 32 * 2**20 - 1024
 REQUEST_SECONDS = 600.0
+REFUSE_SECONDS = 0.05
 
 Attack = Callable[[int, str], Awaitable[None]]
 _numbers = itertools.count()
@@ -165,7 +166,22 @@ def lower_priority() -> None:
         Path("/proc/self/autogroup").write_text("19")
 
 
+async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Read a request and refuse it after a while."""
+    with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().rpartition(b"content-length: ")[2].partition(b"\r\n")[0])
+        while length > 0:
+            length -= len(await reader.read(min(length, 2**20)) or bytes(length))
+        await asyncio.sleep(REFUSE_SECONDS)
+        writer.write(b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+    writer.close()
+
+
 async def attack(port: int, key: str, names: list[str]) -> None:
+    if not port:
+        server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
     async with asyncio.TaskGroup() as group:
         for name in names:
             for _ in range(CLIENTS):
