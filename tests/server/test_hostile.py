@@ -60,7 +60,7 @@ def test_surrogate_pairs_and_deep_but_allowed_json_are_served(client: httpx.Clie
 
 
 WRONG_VALUES: dict[str, list[str]] = {
-    "n": ["-1", "129", "1000000000", "9" * 4300, '"2"', "[2]"],
+    "n": ["-1", "0", "129", "1000000000", "9" * 4300, '"2"', "[2]"],
     "max_tokens": ["18446744073709551616", "1e300", "1.5", "false", '"10"'],
     "seed": ["1.5", "true", "9223372036854775808"],
     "top_k": ["2.5", "true"],
@@ -73,10 +73,10 @@ WRONG_VALUES: dict[str, list[str]] = {
     "stream_options.include_usage": ['{"include_usage": 1}'],
     "model": ["1", "{}"],
     "user": ["1"],
-    "stop": [json.dumps("a" * 1_000_000), json.dumps([str(number) for number in range(33)]), "1"],
+    "stop": ['""', '["a", ""]', json.dumps("a" * 1_000_000), json.dumps([str(number) for number in range(33)]), "1"],
     "stop_token_ids[0]": ["[-1]"],
     "stop_token_ids[1]": ["[1, 1.5]"],
-    "logit_bias": ['{"1e1": 1}', json.dumps({"9" * 1000: 1}), "[1]"],
+    "logit_bias": ['{"1e1": 1}', json.dumps({"9" * 1000: 1}), "[1]", json.dumps(dict.fromkeys(range(10_000), 1))],
 }
 """By the path of the wrong value: JSON texts for its field."""
 
@@ -112,6 +112,7 @@ WRONG_FIELDS: list[tuple[str, str, dict[str, Any]]] = [
     (CHAT, "metadata", {"metadata": []}),
     (CHAT, "max_completion_tokens", {"max_completion_tokens": 0}),
     (CHAT, "messages", {"messages": None}),
+    (CHAT, "messages", {"messages": []}),
     (COMPLETIONS, "prompt[1]", {"prompt": ["a", {}]}),
     (COMPLETIONS, "prompt[1]", {"prompt": [[1], []]}),
     (COMPLETIONS, "prompt[1][0]", {"prompt": [[1], [-1]]}),
