@@ -200,29 +200,35 @@ def test_first_principal_gets_three_quarters() -> None:
     assert share_between(["bob", "ann"], ["ann", "ann", "bob"], [1000, 1000, 20], 120) == [100, 0, 20]
 
 
-def test_principal_with_fewest_recent_rows_comes_first() -> None:
+def test_principal_with_fewest_recent_and_missing_rows_comes_first() -> None:
     now = 0.0
     usage = RecentUsage(lambda: now)
     usage.record(["ann", "bob"], [100, 10])
-    assert usage.order(["ann", "bob", "ann"]) == ["bob", "ann"]
-    assert usage.order(["ann", "bob", "eve"]) == ["eve", "bob", "ann"]
-    assert usage.has_lighter({"ann"})
-    assert not usage.has_lighter({"ann", "bob"})
+    assert usage.order(["ann", "bob", "ann"], {}) == ["bob", "ann"]
+    assert usage.order(["ann", "bob", "eve"], {}) == ["eve", "bob", "ann"]
+    assert usage.order(["ann", "bob", "eve"], {"ann": 1, "bob": 80, "eve": 500}) == ["bob", "ann", "eve"]
+    assert usage.has_lighter({"ann": 1})
+    assert usage.has_lighter({"eve": 11})
+    assert not usage.has_lighter({"eve": 10})
+    assert not usage.has_lighter({"ann": 1, "bob": 1})
     now = 60.0
     usage.record(["bob"], [10])
-    assert usage.order(["ann", "bob"]) == ["ann", "bob"]
+    assert usage.order(["ann", "bob"], {}) == ["ann", "bob"]
 
 
 def test_long_prompts_leave_room_for_a_lighter_principal() -> None:
     scheduler = Scheduler(slots=4)
-    scheduler.add(Job(1, tuple(range(10)), principal="bob"))
-    scheduler.decoded(scheduler.plan(64).chunks[0])
-    scheduler.add(Job(2, tuple(range(1000)), principal="ann"))
+    scheduler.add(Job(1, tuple(range(100)), principal="bob"))
+    scheduler.decoded(scheduler.plan(128).chunks[0])
+    scheduler.add(Job(2, tuple(range(90)), principal="ann"))
     assert not scheduler.expects_lighter_principal
-    scheduler.decoded(scheduler.plan(64).chunks[0])
-    assert scheduler.expects_lighter_principal
     scheduler.end(2)
-    scheduler.add(Job(3, tuple(range(5000, 5040)), principal="ann"))
+    scheduler.add(Job(3, tuple(range(1000)), principal="ann"))
+    assert scheduler.expects_lighter_principal
+    scheduler.decoded(scheduler.plan(256).chunks[0])
+    assert scheduler.expects_lighter_principal
+    scheduler.end(3)
+    scheduler.add(Job(4, tuple(range(5000, 5040)), principal="ann"))
     scheduler.plan(4)
     assert not scheduler.expects_lighter_principal
 

@@ -74,8 +74,8 @@ def many_tools() -> dict[str, Any]:
 
 
 def long_prompt() -> dict[str, Any]:
-    """Of random words, so that nothing of it is cached."""
-    words = " ".join(str(_random.randrange(10**6)) for _ in range(400))
+    """Of random words, so that nothing of it is cached. It fits into the context."""
+    words = " ".join(str(_random.randrange(10**6)) for _ in range(250))
     return chat(words)
 
 
@@ -86,7 +86,7 @@ def too_long_prompt() -> dict[str, Any]:
 def many_messages() -> dict[str, Any]:
     roles = itertools.cycle(("user", "assistant"))
     messages = [{"role": next(roles), "content": f"{next(_numbers)}"} for _ in range(2001)]
-    return chat("go") | {"messages": messages, "chat_template_kwargs": {f"k{place}": "v" * 100 for place in range(32)}}
+    return chat("go") | {"messages": messages}
 
 
 def long_stream() -> dict[str, Any]:

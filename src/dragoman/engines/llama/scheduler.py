@@ -18,8 +18,8 @@ Rules
 3. Every job with a sampled token has exactly one row for it in the next plan; prefill never delays it by a plan. Its
    draft follows that row, unless the plan has prefill rows.
 4. The prefill rows of a plan never exceed the budget, and use all of it that the prompts can fill, except for rule 6.
-5. The principal with the fewest recent prefill rows gets up to three quarters of the budget, the next one three
-   quarters of the rest, and so on: a short prompt overtakes the many or long prompts of another principal.
+5. The principal with the fewest prefill rows, recent and still to come, gets up to three quarters of the budget, the
+   next one three quarters of the rest, and so on: a short prompt overtakes the many or long prompts of another one.
    Within the share of a principal, half goes to its oldest job and the rest to the shortest prompts, so that a short
    prompt overtakes a long one.
 6. If the prompts of one principal end in a plan, those of the others get at most REST_ROWS rows: the step is short, and
@@ -34,7 +34,8 @@ Rules
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -44,7 +45,7 @@ from dragoman.engines.llama.sequences import MIN_DECODED_TOKENS, MIN_SHARED_TOKE
 
 MAX_PROMPT_OUTPUTS = 64
 """Each such row needs one float per vocabulary token until the next decode."""
-REST_ROWS = 16
+REST_ROWS = 8
 MAX_SHORT_ROWS = 64
 """Prompts that have no more rows left are decoded in one step."""
 FIRST_SHARE = 0.75
@@ -151,11 +152,20 @@ class Scheduler:
 
     @property
     def expects_lighter_principal(self) -> bool:
-        """Whether the prompts are long, and an active principal without a prompt now had fewer prefill rows."""
+        """Whether the prompts are long, and an active principal without a prompt now has fewer prefill rows."""
         slots = [slot for slot in self.slots.values() if slot.missing > 0]
-        owners = {slot.job.principal for slot in slots} | {job.principal for job in self.waiting.values()}
         is_long = bool(self.waiting) or not slots or sum(slot.missing for slot in slots) > MAX_SHORT_ROWS
-        return is_long and self.usage.has_lighter(owners)
+        return is_long and self.usage.has_lighter(self._missing_rows())
+
+    def _missing_rows(self) -> Counter[str]:
+        """The prefill rows to come, by principal."""
+        rows: Counter[str] = Counter()
+        for job in self.waiting.values():
+            rows[job.principal] += len(job.prompt)
+        for slot in self.slots.values():
+            if slot.missing > 0:
+                rows[slot.job.principal] += slot.missing
+        return rows
 
     def add(self, job: Job) -> None:
         self.waiting[job.id] = job
@@ -281,7 +291,8 @@ class Scheduler:
         most = {slot.job.id: rows for slot, rows in zip(wanting, outputs, strict=True)}
         wants = [most.get(slot.job.id, slot.missing) for slot in slots]
         owners = [slot.job.principal for slot in slots]
-        rows = cap_beside_finished(owners, wants, share_between(self.usage.order(owners), owners, wants, budget))
+        order = self.usage.order(owners, self._missing_rows())
+        rows = cap_beside_finished(owners, wants, share_between(order, owners, wants, budget))
         self.usage.record(owners, rows)
         return [slot.next_chunk(count) for slot, count in zip(slots, rows, strict=True) if count]
 
@@ -292,16 +303,18 @@ class RecentUsage:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._rows = DecayingCounter(RECENT_ROWS_SECONDS, least=1, clock=clock)
 
-    def order(self, owners: Sequence[str]) -> list[str]:
-        """Return the distinct owners, the one with the fewest rows first, and of equals the one of the oldest job."""
-        return sorted(dict.fromkeys(owners), key=self._rows.get)
+    def order(self, owners: Sequence[str], missing: Mapping[str, int]) -> list[str]:
+        """Return the distinct owners, the one with the fewest rows first, and of equals the one of the oldest job.
+        `missing` are rows to come."""
+        return sorted(dict.fromkeys(owners), key=lambda owner: self._rows.get(owner) + missing.get(owner, 0))
 
-    def has_lighter(self, owners: Collection[str]) -> bool:
-        """Whether another principal had fewer rows than all of these; without owners, whether there are several."""
-        if not owners:
+    def has_lighter(self, missing: Mapping[str, int]) -> bool:
+        """Whether another principal had fewer rows than each of these with its rows to come; without any, whether there
+        are several principals."""
+        if not missing:
             return len(self._rows) > 1
-        least = min(map(self._rows.get, owners))
-        return any(self._rows.get(principal) < least for principal in self._rows if principal not in owners)
+        least = min(self._rows.get(owner) + rows for owner, rows in missing.items())
+        return any(self._rows.get(principal) < least for principal in self._rows if principal not in missing)
 
     def record(self, owners: Sequence[str], rows: Sequence[int]) -> None:
         self._rows.add(zip(owners, rows, strict=True))
