@@ -13,7 +13,7 @@ import msgspec
 from dragoman.cli.common import Commands, add_command, add_repeatable, format_table, load_config
 from dragoman.config.sections import BudgetLimit, KeyLimits
 from dragoman.core.errors import ConfigError
-from dragoman.core.types import RouteScope
+from dragoman.core.types import Priority, RouteScope
 from dragoman.storage.keys import ApiKey, KeyStore, store_path
 
 EXAMPLES = """\
@@ -61,6 +61,7 @@ def _add_create(actions: Commands) -> None:
         "refuse requests above 'tokens N/day' or 'cost X/month' (day, week, month); 'warn tokens N/day' only warns"
     )
     add_repeatable(parser, "--budget", "BUDGET", budget_help, type=_parse_budget)
+    parser.add_argument("--priority", choices=get_args(Priority), help="batch: requests use what others leave")
     parser.add_argument("--days", metavar="N", type=_parse_days, help="days until the key expires")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=create)
@@ -104,7 +105,7 @@ def _parse_days(text: str) -> float:
 
 def create(arguments: argparse.Namespace) -> int:
     rates = arguments.concurrency, arguments.requests_per_minute, arguments.tokens_per_minute
-    limits = KeyLimits(*rates, tuple(arguments.budget))
+    limits = KeyLimits(*rates, tuple(arguments.budget), arguments.priority)
     store = _store(arguments)
     known = {key.principal for key in store.all()}
     secret, key = store.create(
