@@ -108,8 +108,8 @@ class Runner:
 
     def step(self) -> None:
         pace = self._pace()
-        yields = any(runner.scheduler.workload.is_reading for runner in self.runners if runner is not self)
-        plan = self.scheduler.plan(pace.rows, self._drafts(min(pace.seconds, self.gap)), yields=yields)
+        others = [runner.scheduler.workload for runner in self.runners if runner is not self]
+        plan = self.scheduler.plan(pace.rows, self._drafts(min(pace.seconds, self.gap)), others)
         self._prepare(plan)
         if plan.chunks:
             self._run(plan, pace)

@@ -34,9 +34,9 @@ Rules
 
 Batch jobs use what interactive ones leave
 
-12. While the prompt of an interactive job is read, batch jobs have no rows: they are paused. After each PAUSE_SECONDS
-    one plan has rows for them, at most REST_ROWS of them prefill, so they always proceed. While interactive jobs only
-    decode, batch jobs have rows as they do.
+12. While the prompt of an interactive job is read, batch jobs are paused: plans have no rows for them. After each
+    PAUSE_SECONDS one plan has, with at most REST_ROWS prefill rows, so they always proceed. While interactive jobs only
+    decode, one of PLANS_PER_BATCH_PLAN plans has rows for batch jobs.
 13. Interactive jobs come first to the slots. They do not follow batch jobs, but copy what these have in memory. The
     memory of ended batch jobs is reused before that of interactive ones.
 14. Shares are divided among batch jobs alone, and their rows do not count for their principal's other jobs.
@@ -61,6 +61,9 @@ MAX_PROMPT_OUTPUTS = 64
 MAX_SHORT_ROWS = 64
 """Prompts that have no more rows left are decoded in one step."""
 PAUSE_SECONDS = 1.0
+"""Longest pause of batch jobs."""
+PLANS_PER_BATCH_PLAN = 4
+"""While interactive replies are decoded, one of so many plans has rows for batch jobs."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -101,22 +104,25 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 class BatchPause:
-    """Pauses batch jobs while interactive prompts are read, except for one plan in each PAUSE_SECONDS."""
+    """Pauses batch jobs beside interactive ones, but never for long."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._since: float | None = None
+        self._ran_at = clock()
+        self._plans = 0
+        """Paused plans since the last one with rows for batch jobs."""
 
-    def decide(self, is_reading: bool) -> bool:
+    def decide(self, workloads: Sequence[Workload]) -> bool:
         """Whether the next plan has no rows for batch jobs."""
         now = self._clock()
-        if self._since is None or not is_reading:
-            self._since = now if is_reading else None
-            return is_reading
-        if now < self._since + PAUSE_SECONDS:
-            return True
-        self._since = now
-        return False
+        if any(load.is_reading for load in workloads):
+            is_paused = now < self._ran_at + PAUSE_SECONDS
+        else:
+            is_paused = any(load.is_decoding for load in workloads) and self._plans + 1 < PLANS_PER_BATCH_PLAN
+        self._plans += 1
+        if not is_paused:
+            self._ran_at, self._plans = now, 0
+        return is_paused
 
 
 class _Slot(msgspec.Struct):
@@ -270,10 +276,13 @@ class Scheduler:
         return len(slot.job.prompt) - slot.shared if self._keeps(slot.job) else 0
 
     def plan(
-        self, prefill_budget: int, drafts: Mapping[int, Sequence[int]] | None = None, *, yields: bool = False
+        self,
+        prefill_budget: int,
+        drafts: Mapping[int, Sequence[int]] | None = None,
+        others: Sequence[Workload] = (),
     ) -> Plan:
-        """`drafts` are the predicted tokens of decoding jobs. With `yields`, batch jobs are paused for an interactive
-        prompt that another scheduler reads."""
+        """`drafts` are the predicted tokens of decoding jobs; `others` the workloads of the schedulers that take turns
+        with this one."""
         if self.in_flight:
             raise RuntimeError(f"jobs {sorted(self.in_flight)} were not reported after the last plan")
         while self.waiting and len(self.slots) < self.limit:
@@ -287,7 +296,7 @@ class Scheduler:
         if (move := self.sequences.close_gap()) is not None:
             sequence, free = move
             next(slot for slot in self.slots.values() if slot.sequence == sequence).sequence = free
-        is_paused = self.pause.decide(yields or self.workload.is_reading)
+        is_paused = self.pause.decide([self.workload, *others])
         slots = [slot for slot in self.slots.values() if not (is_paused and slot.job.is_batch)]
         prefill = self._prefill([slot for slot in slots if slot.has_sequence and slot.missing > 0], prefill_budget)
         decoding = self._next_rows(slots, {} if prefill or drafts is None else drafts)
