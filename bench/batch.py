@@ -3,8 +3,9 @@
     python -m bench.batch [--quick] [--seconds N] [--phases N] [--slots N] [--seed N]
 
 The model is SmolLM2. In both kinds of phases the same interactive requests arrive at the same random times, each with a
-prompt of its own. In the phases with batch work, BATCH requests with `service_tier: "flex"` are always open: each has a
-long prompt and a long reply, and a new one follows when it ends. Batch work also runs alone, to compare its speed.
+prompt of its own; they keep the server busy for LOAD of the time. In the phases with batch work, BATCH requests with
+`service_tier: "flex"` are always open: each has a long prompt and a long reply, and a new one follows when it ends.
+Batch work also runs alone, to compare its speed.
 
     first token     from the request to its first token
     gap             between two tokens of a reply
@@ -31,10 +32,9 @@ from dragoman.files import sources
 BATCH = 8
 """Open batch requests: more than the slots, as a batch has."""
 BATCH_PROMPT, BATCH_REPLY = 400, 100
-INTERVAL = 1.2
-"""Average seconds between two interactive requests."""
-PROMPTS = (20, 60, 150)
-REPLY = 16
+LOAD = 0.35
+PROMPTS = (20, 60, 120)
+REPLY = 12
 SETTLE_SECONDS = 2.0
 TOKENS = range(1000, 20000)
 """Ordinary words of SmolLM2's vocabulary."""
@@ -69,13 +69,23 @@ class Client:
             async for line in response.aiter_lines():
                 arrivals += [time.perf_counter()] if has_token(line) else []
 
-    async def run_interactive(self, seconds: float, seed: int, figures: Figures) -> None:
+    async def average_interval(self) -> float:
+        """Seconds between two interactive requests, by the time that they take on this machine."""
+        await self.ask(8, 4, [])
+        times = []
+        for prompt in PROMPTS * 2:
+            begun = time.perf_counter()
+            await self.ask(prompt, REPLY, [])
+            times.append(time.perf_counter() - begun)
+        return statistics.mean(times) / LOAD
+
+    async def run_interactive(self, seconds: float, interval: float, seed: int, figures: Figures) -> None:
         """Send requests at random times; they overlap if the server is slow."""
         chance, tasks = random.Random(seed), []
         ends = time.perf_counter() + seconds
         while time.perf_counter() < ends:
             tasks.append(asyncio.create_task(self._measure(chance.choice(PROMPTS), figures)))
-            await asyncio.sleep(chance.expovariate(1 / INTERVAL))
+            await asyncio.sleep(chance.expovariate(1 / interval))
         await asyncio.gather(*tasks)
 
     async def _measure(self, prompt: int, figures: Figures) -> None:
@@ -113,14 +123,15 @@ class Client:
 
 async def measure(port: int, phases: int, seconds: float, seed: int) -> tuple[Figures, Figures, Figures]:
     client, without, beside, alone = Client(port, seed), Figures(), Figures(), Figures()
-    await client.ask(8, 4, [])
     try:
+        interval = await client.average_interval()
+        print(f"interactive requests arrive every {interval:.1f} s")
         async with client.batch(alone):
             await asyncio.sleep(seconds)
         for phase in range(phases):
-            await client.run_interactive(seconds, seed + phase, without)
+            await client.run_interactive(seconds, interval, seed + phase, without)
             async with client.batch(beside):
-                await client.run_interactive(seconds, seed + phase, beside)
+                await client.run_interactive(seconds, interval, seed + phase, beside)
     finally:
         await client.http.aclose()
     return without, beside, alone
