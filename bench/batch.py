@@ -2,8 +2,8 @@
 
     python -m bench.batch [--quick] [--seconds N] [--phases N] [--slots N] [--seed N]
 
-The model is SmolLM2. In both kinds of phases the same interactive requests arrive at the same random times, each with a
-prompt of its own; they keep the server busy for LOAD of the time. In the phases with batch work, BATCH requests with
+The model is SmolLM2. In both kinds of phases USERS send interactive requests, each with a prompt of its own, and they
+pause in between for about as long as a reply takes. In the phases with batch work, BATCH requests with
 `service_tier: "flex"` are always open: each has a long prompt and a long reply, and a new one follows when it ends.
 Batch work also runs alone, to compare its speed.
 
@@ -32,9 +32,9 @@ from dragoman.files import sources
 BATCH = 8
 """Open batch requests: more than the slots, as a batch has."""
 BATCH_PROMPT, BATCH_REPLY = 400, 100
-LOAD = 0.35
-PROMPTS = (20, 60, 120)
-REPLY = 12
+USERS = 2
+PROMPTS = (20, 60, 150)
+REPLY = 16
 SETTLE_SECONDS = 2.0
 TOKENS = range(1000, 20000)
 """Ordinary words of SmolLM2's vocabulary."""
@@ -69,31 +69,18 @@ class Client:
             async for line in response.aiter_lines():
                 arrivals += [time.perf_counter()] if has_token(line) else []
 
-    async def average_interval(self) -> float:
-        """Seconds between two interactive requests, by the time that they take on this machine."""
-        await self.ask(8, 4, [])
-        times = []
-        for prompt in PROMPTS * 2:
-            begun = time.perf_counter()
-            await self.ask(prompt, REPLY, [])
-            times.append(time.perf_counter() - begun)
-        return statistics.mean(times) / LOAD
-
-    async def run_interactive(self, seconds: float, interval: float, seed: int, figures: Figures) -> None:
-        """Send requests at random times; they overlap if the server is slow."""
-        chance, tasks = random.Random(seed), []
+    async def run_interactive(self, seconds: float, seed: int, figures: Figures) -> None:
         ends = time.perf_counter() + seconds
-        while time.perf_counter() < ends:
-            tasks.append(asyncio.create_task(self._measure(chance.choice(PROMPTS), figures)))
-            await asyncio.sleep(chance.expovariate(1 / interval))
-        await asyncio.gather(*tasks)
+        users = [random.Random(f"{seed} {user}") for user in range(USERS)]
+        await asyncio.gather(*(self._use(chance, ends, figures) for chance in users))
 
-    async def _measure(self, prompt: int, figures: Figures) -> None:
-        begun = time.perf_counter()
-        arrivals: list[float] = []
-        await self.ask(prompt, REPLY, arrivals)
-        figures.first.append(arrivals[0] - begun)
-        figures.gaps += [after - before for before, after in pairwise(arrivals)]
+    async def _use(self, chance: random.Random, ends: float, figures: Figures) -> None:
+        while (begun := time.perf_counter()) < ends:
+            arrivals: list[float] = []
+            await self.ask(chance.choice(PROMPTS), REPLY, arrivals)
+            figures.first.append(arrivals[0] - begun)
+            figures.gaps += [after - before for before, after in pairwise(arrivals)]
+            await asyncio.sleep((time.perf_counter() - begun) * chance.uniform(0.5, 1.5))
 
     @contextlib.asynccontextmanager
     async def batch(self, figures: Figures) -> Any:
@@ -124,14 +111,13 @@ class Client:
 async def measure(port: int, phases: int, seconds: float, seed: int) -> tuple[Figures, Figures, Figures]:
     client, without, beside, alone = Client(port, seed), Figures(), Figures(), Figures()
     try:
-        interval = await client.average_interval()
-        print(f"interactive requests arrive every {interval:.1f} s")
+        await client.ask(8, 4, [])
         async with client.batch(alone):
             await asyncio.sleep(seconds)
         for phase in range(phases):
-            await client.run_interactive(seconds, interval, seed + phase, without)
+            await client.run_interactive(seconds, seed + phase, without)
             async with client.batch(beside):
-                await client.run_interactive(seconds, interval, seed + phase, beside)
+                await client.run_interactive(seconds, seed + phase, beside)
     finally:
         await client.http.aclose()
     return without, beside, alone
@@ -167,8 +153,8 @@ def show(without: Figures, beside: Figures, alone: Figures) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short phase of each kind")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each phase")
-    parser.add_argument("--phases", type=int, default=3, help="of each kind")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each phase")
+    parser.add_argument("--phases", type=int, default=6, help="of each kind")
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args()

@@ -160,7 +160,7 @@ async def test_new_interactive_job_aborts_a_step_of_batch_jobs(engine: LlamaEngi
 
     expected = await collect(engine, completion())
     await wait_until_idle(engine)
-    runner.context.decode = recording  # type: ignore[method-assign]
+    runner.context.decode = recording  # type: ignore[method-assign, assignment]
     runner.alone = StepPace(60, minimum=512, maximum=512)
     line = completion(f"{SEA} {CITY} {SEA} {CITY} {FRANCE}", priority="batch")
     batch = asyncio.create_task(collect(engine, line))
