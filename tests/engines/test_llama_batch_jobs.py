@@ -10,7 +10,7 @@ from dragoman.engines.llama.binding import ABORTED
 from dragoman.engines.llama.compute_thread import StepPace
 from dragoman.engines.llama.engine import LlamaEngine
 from dragoman.engines.llama.prefill_shares import REST_ROWS
-from dragoman.engines.llama.scheduler import PAUSE_SECONDS, PLANS_PER_BATCH_PLAN, Plan, Workload
+from dragoman.engines.llama.scheduler import BATCH_SHARE, PAUSE_SECONDS, Plan, Workload
 from tests.engines.llama_fixtures import CITY, FRANCE, SEA, collect, completion, runner_of, wait_until, wait_until_idle
 from tests.engines.scheduler_model import SchedulerModel, chunks_of
 
@@ -48,13 +48,22 @@ def test_paused_batch_jobs_have_some_rows_after_a_while() -> None:
     assert jobs_of(world.step(64)) == [2]
 
 
-def test_batch_jobs_take_turns_with_interactive_replies() -> None:
+def test_batch_jobs_have_a_share_of_the_time_beside_interactive_replies() -> None:
     world = decoding_batch_job()
     world.add(TEXT[200:240], 100)
     world.step(64)
-    plans = [jobs_of(world.step(64)) for _ in range(2 * PLANS_PER_BATCH_PLAN)]
+    plans = []
+    for _ in range(50):
+        plans.append(jobs_of(world.step(64)))
+        world.now += 0.03
     assert all(1 in plan for plan in plans)
-    assert sum(0 in plan for plan in plans) == 2
+    assert sum(0 in plan for plan in plans) == 50 * BATCH_SHARE
+    world.now += 3600
+    assert jobs_of(world.step(64)) == [0, 1]
+    world.now += PAUSE_SECONDS
+    assert jobs_of(world.step(64)) == [1], "an idle hour counts as one long pause"
+    world.now += PAUSE_SECONDS
+    assert jobs_of(world.step(64)) == [0, 1]
 
 
 def test_batch_jobs_pause_for_a_prompt_of_another_scheduler() -> None:
@@ -91,7 +100,7 @@ def test_batch_job_follows_an_interactive_one() -> None:
     world.add(TEXT[:100], 9, is_batch=True)
     assert jobs_of(world.step(64)) == [0]
     assert jobs_of(world.step(64)) == [0]
-    assert (1, 98, 2, 1) in [chunk for _ in range(PLANS_PER_BATCH_PLAN) for chunk in chunks_of(world.step(64))]
+    assert (1, 98, 2, 1) in [chunk for _ in range(4) for chunk in chunks_of(world.step(64))]
 
 
 def test_rows_of_batch_jobs_do_not_count_for_other_jobs_of_their_principal() -> None:

@@ -36,7 +36,7 @@ Batch jobs use what interactive ones leave
 
 12. While the prompt of an interactive job is read, batch jobs are paused: plans have no rows for them. After each
     PAUSE_SECONDS one plan has, with at most REST_ROWS prefill rows, so they always proceed. While interactive jobs only
-    decode, one of PLANS_PER_BATCH_PLAN plans has rows for batch jobs.
+    decode, the plans with rows for batch jobs take at most BATCH_SHARE of the time.
 13. Interactive jobs come first to the slots. They do not follow batch jobs, but copy what these have in memory. The
     memory of ended batch jobs is reused before that of interactive ones.
 14. Shares are divided among batch jobs alone, and their rows do not count for their principal's other jobs.
@@ -62,8 +62,8 @@ MAX_SHORT_ROWS = 64
 """Prompts that have no more rows left are decoded in one step."""
 PAUSE_SECONDS = 1.0
 """Longest pause of batch jobs."""
-PLANS_PER_BATCH_PLAN = 4
-"""While interactive replies are decoded, one of so many plans has rows for batch jobs."""
+BATCH_SHARE = 0.2
+"""Part of the time for plans with rows of batch jobs, while interactive replies are decoded."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -108,21 +108,22 @@ class BatchPause:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._ran_at = clock()
-        self._plans = 0
-        """Paused plans since the last one with rows for batch jobs."""
+        self._is_paused = True
+        self._ran_at = self._resumes_at = clock()
+        """When the last plan with rows for batch jobs began, and when the next one may, beside replies."""
 
     def decide(self, workloads: Sequence[Workload]) -> bool:
         """Whether the next plan has no rows for batch jobs."""
         now = self._clock()
+        if not self._is_paused:
+            self._resumes_at = now + min(PAUSE_SECONDS, (now - self._ran_at) * (1 / BATCH_SHARE - 1))
         if any(load.is_reading for load in workloads):
-            is_paused = now < self._ran_at + PAUSE_SECONDS
+            self._is_paused = now < self._ran_at + PAUSE_SECONDS
         else:
-            is_paused = any(load.is_decoding for load in workloads) and self._plans + 1 < PLANS_PER_BATCH_PLAN
-        self._plans += 1
-        if not is_paused:
-            self._ran_at, self._plans = now, 0
-        return is_paused
+            self._is_paused = now < self._resumes_at and any(load.is_decoding for load in workloads)
+        if not self._is_paused:
+            self._ran_at = now
+        return self._is_paused
 
 
 class _Slot(msgspec.Struct):
