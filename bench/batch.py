@@ -36,6 +36,8 @@ USERS = 2
 PROMPTS = (20, 60, 150)
 REPLY = 16
 SETTLE_SECONDS = 2.0
+ALONE_SECONDS = 15.0
+"""Long enough for several batch replies."""
 TOKENS = range(1000, 20000)
 """Ordinary words of SmolLM2's vocabulary."""
 TARGET = 1.1
@@ -113,7 +115,7 @@ async def measure(port: int, phases: int, seconds: float, seed: int) -> tuple[Fi
     try:
         await client.ask(8, 4, [])
         async with client.batch(alone):
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(ALONE_SECONDS)
         for phase in range(phases):
             await client.run_interactive(seconds, seed + phase, without)
             async with client.batch(beside):
