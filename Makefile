@@ -46,6 +46,7 @@ bench: $(VENV)/.installed-dev ## speed of the front end, of the llama engine, an
 	@$(BIN)/dragoman pull smollm2
 	@$(BIN)/python -m bench.constraints $(ARGS)
 	@$(BIN)/python -m bench.engine $(ARGS)
+	@$(BIN)/python -m bench.batch
 
 soak: $(VENV)/.installed-dev ## soak tests: 1,000 streams and mixed load, an hour each, with and without front ends; ARGS="--minutes 5"
 	@$(BIN)/dragoman pull smollm2

@@ -34,10 +34,11 @@ def test_create_list_revoke(capsys: pytest.CaptureFixture[str], home: Path) -> N
     assert secret.startswith("dgm_")
     options = ["--model", "smol*", "--route", "chat", "--route", "stats", "--concurrency", "2", "--days", "30"]
     limits = ["--requests-per-minute", "60", "--tokens-per-minute", "1000", "--json"]
+    limits += ["--priority", "batch"]
     made = json.loads(run_keys(capsys, "create", "agent:coder/anna", *options, *limits))
     assert made["key"].startswith(f"dgm_{made['id']}_")
     first, second = KeyStore(home / "keys.db").all()
-    assert second.limits == KeyLimits(2, 60, 1000)
+    assert second.limits == KeyLimits(2, 60, 1000, priority="batch")
     assert (second.models, second.routes) == (("smol*",), ("chat", "stats"))
     table = run_keys(capsys, "list")
     assert table.splitlines()[0].split()[:3] == ["ID", "PRINCIPAL", "STATE"]

@@ -60,8 +60,9 @@ class SchedulerModel:
         prompt_outputs: bool = False,
         principal: str = "",
         keep: float = 0,
+        is_batch: bool = False,
     ) -> None:
-        job = Job(len(self.jobs), prompt, prompt_outputs, principal, keep)
+        job = Job(len(self.jobs), prompt, prompt_outputs, principal, keep, is_batch)
         self.jobs[job.id], self.limits[job.id] = job, limit
         self.replies[job.id], self.rows[job.id] = [], 0
         self.scheduler.add(job)
@@ -108,7 +109,9 @@ class SchedulerModel:
         assert plan.prefill_rows == sum(len(chunk.tokens) for chunk in prefill) <= budget
         outputs = [chunk.outputs for chunk in prefill if self.jobs[chunk.job].prompt_outputs]
         assert sum(outputs) <= MAX_PROMPT_OUTPUTS
-        assert {chunk.job for chunk in plan.chunks if self.replies[chunk.job]} == due
+        decoding = {chunk.job for chunk in plan.chunks if self.replies[chunk.job]}
+        assert decoding <= due
+        assert all(self.jobs[job].is_batch for job in due - decoding), "only batch jobs are paused"
         assert plan.chunks or self.scheduler.idle, "every plan makes progress"
 
     def check_drafts(self, plan: Plan, drafts: dict[int, tuple[int, ...]]) -> None:

@@ -6,15 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dragoman.engines.llama.scheduler import (
+from dragoman.engines.llama.prefill_shares import (
     REST_ROWS,
-    Job,
     RecentUsage,
-    Scheduler,
     cap_beside_finished,
     share_between,
     shortest_first,
 )
+from dragoman.engines.llama.scheduler import Job, Scheduler
 from dragoman.engines.llama.sequences import Clear, Copy, Trim
 from tests.engines.scheduler_model import WRONG, SchedulerModel, chunks_of
 

@@ -391,6 +391,17 @@ def test_retry_after_is_passed_on(server: BadServer) -> None:
     assert not app.telemetry.metrics.limited
 
 
+async def test_server_without_room_for_batch_requests_stays_available(server: BadServer) -> None:
+    async with client_of(upstream_app(server.url)) as client:
+        server.play(refused("429 Too Many", "busy", "resource_unavailable", retry_after="7"))
+        refusal = await client.post(CHAT, json={"model": "m", "messages": USER, "service_tier": "flex"})
+        assert (refusal.status_code, refusal.headers["retry-after"]) == (429, "7")
+        assert refusal.json()["error"]["code"] == "resource_unavailable"
+        assert sent(server)[-1]["service_tier"] == "flex"
+        server.play(HELLO)
+        assert (await client.post(CHAT, json={"model": "m", "messages": USER})).status_code == 200
+
+
 def test_retry_on_another_server_before_the_first_event_only(server: BadServer, other: BadServer) -> None:
     scripts: list[Script] = [["reset"], ["close"], refused("500 Oops"), refused("429 Busy"), refused("401 No")]
     for script in [*scripts, [*cut(), "close"]]:

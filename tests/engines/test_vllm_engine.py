@@ -222,6 +222,16 @@ async def test_adapters_are_listed_as_models(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
+    ("args", "batch_priority"),
+    [({}, "0"), ({"scheduling-policy": "priority"}, "1"), ({"scheduling_policy": "fcfs"}, "0")],
+)
+async def test_batch_requests_have_a_lower_priority(args: dict[str, Any], batch_priority: str) -> None:
+    async with start_engine(args=args) as engine:
+        assert (await collect(engine, chat("what priority"))).text == "0"
+        assert (await collect(engine, chat("what priority", priority="batch"))).text == batch_priority
+
+
+@pytest.mark.parametrize(
     ("rank", "args", "words"), [(600, {}, "LoRA rank 600"), (8, {"enable_lora": False}, "max_loras exceeded")]
 )
 async def test_adapter_rejected_by_vllm_is_named(tmp_path: Path, rank: int, args: dict[str, Any], words: str) -> None:

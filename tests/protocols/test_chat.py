@@ -53,7 +53,7 @@ def test_decode_every_option() -> None:
     assert (request.sampling.temperature, request.sampling.top_k, request.sampling.logit_bias) == (0, 0, {5: -100})
     assert (request.max_tokens, request.stop, request.stop_token_ids, request.choices) == (9, ("a", "b"), (2,), 2)
     assert request.logprobs == Logprobs(2)
-    assert request.delivery == Delivery(stream=True, usage=True)
+    assert request.delivery == Delivery(stream=True, usage=True, service_tier=True)
     names = "temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty logit_bias stop "
     names += "stop_token_ids ignore_eos logprobs"
     assert features(request) == {(name, name) for name in names.split()} | {("choices", "n")}
@@ -69,7 +69,7 @@ def test_null_and_neutral_values_request_no_features() -> None:
 def test_requested_features_have_their_path() -> None:
     image, document = {"type": "image_url", "image_url": {"url": "data:x"}}, {"title": "A", "text": "b"}
     messages = [{"role": "user", "content": [image]}]
-    request = decode(messages=messages, documents=[document], store=True, service_tier="flex", unknown_field=1)
+    request = decode(messages=messages, documents=[document], store=True, service_tier="priority", unknown_field=1)
     assert (request.messages[0].parts, request.documents) == ((Image(url="data:x"),), (document,))
     names = ("documents", "store", "service_tier")
     expected = {(name, name) for name in names} | {("images", "messages[0].content[0]"), ("unknown", "unknown_field")}

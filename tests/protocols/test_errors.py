@@ -94,6 +94,9 @@ ERRORS: dict[type[errors.DragomanError], list[tuple[int, object]]] = {
         (400, anthropic("invalid_request_error", "Your credit balance is too low to access the Anthropic API.")),
         (402, openai("Insufficient Balance")),
     ],
+    errors.ResourceUnavailable: [
+        (429, openai("the queue of this model is full (64 requests wait)", code="resource_unavailable")),
+    ],
     errors.QueueFull: [
         (529, anthropic("overloaded_error", "Overloaded")),
         (503, {"error": "server busy, please try again.  maximum pending requests exceeded"}),

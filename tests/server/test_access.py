@@ -14,6 +14,7 @@ from dragoman.cli import main
 from dragoman.config.sections import Jwt, KeyLimits, Keys
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError, PermissionDenied, StorageUnavailable, Unauthorized
+from dragoman.core.types import Priority
 from dragoman.server.auth.access import Authenticator, principal_of
 from dragoman.server.auth.callers import UNRESTRICTED, SavedCaller
 from dragoman.server.preflight_checks import check_exposure
@@ -234,6 +235,25 @@ def test_a_saved_caller_keeps_its_rights_until_its_key_is_revoked(store: KeyStor
     time.sleep(RECHECK_SECONDS)
     with pytest.raises(Unauthorized, match="not valid any more"):
         authenticator.restore(saved)
+
+
+@pytest.mark.parametrize(
+    ("own", "default", "priority"),
+    [
+        (None, None, "interactive"),
+        (None, "batch", "batch"),
+        ("batch", None, "batch"),
+        ("interactive", "batch", "interactive"),
+    ],
+)
+def test_priority_of_a_key(
+    store: KeyStore, open_authenticator: Open, own: Priority | None, default: Priority | None, priority: Priority
+) -> None:
+    secret, _ = store.create("anna", limits=KeyLimits(priority=own))
+    authenticator = open_authenticator(limits=KeyLimits(priority=default))
+    caller = authenticator.authenticate(given(secret))
+    assert caller.priority == priority
+    assert authenticator.restore(SavedCaller.of(caller)).priority == priority
 
 
 def test_a_saved_caller_without_a_key_is_refused_once_keys_are_required(open_authenticator: Open) -> None:

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from dragoman.config.sections import Jwt, KeyLimits, Keys
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError, PermissionDenied, Unauthorized
+from dragoman.core.types import Priority
 from dragoman.server.auth.access import Authenticator
 from dragoman.server.auth.callers import Caller
 from tests.support.requests import CHAT, ask, talking
@@ -192,6 +193,12 @@ def test_limits_apply_per_subject(tmp_path: Path) -> None:
     take = accessing(tmp_path, SECRET.encode(), limits=KeyLimits(requests_per_minute=5))
     assert take(token()).quota is take(token(jti="another")).quota is not None
     assert take(token(sub="user:berta")).quota is not take(token()).quota
+
+
+@pytest.mark.parametrize("priority", ["interactive", "batch"])
+def test_tokens_have_the_priority_of_the_limits(tmp_path: Path, priority: Priority) -> None:
+    take = accessing(tmp_path, SECRET.encode(), limits=KeyLimits(priority=priority))
+    assert take(token()).priority == priority
 
 
 def test_evicted_subject_has_one_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

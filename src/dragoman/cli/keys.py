@@ -18,7 +18,7 @@ from dragoman.config.quantities import parse_duration
 from dragoman.config.sections import BudgetLimit, KeyLimits
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
-from dragoman.core.types import RouteScope
+from dragoman.core.types import Priority, RouteScope
 from dragoman.files.discovery import list_names
 from dragoman.storage.key_uses import read_uses
 from dragoman.storage.keys import KEY_ID, ApiKey, KeyStore, parse_principal, store_path
@@ -88,6 +88,7 @@ def _add_create(actions: Commands) -> None:
         "refuse requests above 'tokens N/day' or 'cost X/month' (day, week, month); 'warn tokens N/day' only warns"
     )
     add_repeatable(parser, "--budget", "BUDGET", budget_help, type=_parse_budget)
+    parser.add_argument("--priority", choices=get_args(Priority), help="batch: requests use what others leave")
     parser.add_argument("--days", metavar="N", type=_parse_days, help="days until the key expires")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=create)
@@ -141,7 +142,7 @@ def _parse_grace(text: str) -> float:
 
 def create(arguments: argparse.Namespace) -> int:
     rates = arguments.concurrency, arguments.requests_per_minute, arguments.tokens_per_minute
-    limits = KeyLimits(*rates, tuple(arguments.budget))
+    limits = KeyLimits(*rates, tuple(arguments.budget), arguments.priority)
     settings = load_config(arguments.config).settings
     store = KeyStore(store_path(settings.keys))
     before = store.all()

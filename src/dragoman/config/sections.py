@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from dragoman.core.errors import ConfigError
-from dragoman.core.types import Count, RouteScope, Seconds, Word
+from dragoman.core.types import Count, Priority, RouteScope, Seconds, Word
 
 RESERVED_ROUTES: frozenset[RouteScope] = frozenset({"stats", "admin"})
 """Routes that a key may use only if its scopes name them."""
@@ -73,10 +73,12 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     tokens_per_minute: Count | None = None
     """Prompt and reply tokens together."""
     budgets: tuple[BudgetLimit, ...] = ()
+    priority: Priority | None = None
+    """`batch`: its requests use what others leave. None means interactive."""
 
     @property
     def has_rates(self) -> bool:
-        """Whether there is a limit other than budgets."""
+        """Whether there is a limit of requests or tokens for some time."""
         return any((self.concurrency, self.requests_per_minute, self.tokens_per_minute))
 
     def over(self, others: "KeyLimits") -> "KeyLimits":
@@ -86,6 +88,7 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
             requests_per_minute=self.requests_per_minute or others.requests_per_minute,
             tokens_per_minute=self.tokens_per_minute or others.tokens_per_minute,
             budgets=self.budgets or others.budgets,
+            priority=self.priority or others.priority,
         )
 
 

@@ -11,7 +11,7 @@
     ├── TooLarge 413
     ├── UnsupportedMedia 415
     ├── UpgradeRequired 426
-    ├── RateLimited 429 ── TokensLimited, QuotaExhausted
+    ├── RateLimited 429 ── TokensLimited, QuotaExhausted, ResourceUnavailable
     ├── HeadersTooLarge 431
     ├── EngineFailed 500 ── StepLimitReached
     ├── NotSupported 501
@@ -203,6 +203,10 @@ class TokensLimited(RateLimited, type="tokens"):
 
 class QuotaExhausted(RateLimited, type="insufficient_quota", code="insufficient_quota"):
     """The budget is spent. Retrying does not help."""
+
+
+class ResourceUnavailable(RateLimited, type="resource_unavailable", code="resource_unavailable"):
+    """There was no room for a request with batch priority."""
 
 
 class HeadersTooLarge(DragomanError, status=431, type="invalid_request_error", code="headers_too_large"):

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dragoman.core.features import Feature
+from dragoman.core.types import Priority
 
 
 class Text(msgspec.Struct, frozen=True, tag="text"):
@@ -199,6 +200,8 @@ class Delivery(msgspec.Struct, frozen=True):
     timings: bool = False
     reasoning_fields: tuple[str, ...] = ("reasoning_content", "reasoning")
     """The fields of a chat reply that contain its reasoning."""
+    service_tier: bool = False
+    """Whether an OpenAI reply names the service tier. That of a batch request always does."""
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -212,6 +215,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     id: str = ""
     model: str = ""
     principal: str = "anonymous"
+    priority: Priority = "interactive"
     messages: tuple[Message, ...] = ()
     prompts: tuple[str | tuple[int, ...], ...] = ()
     suffix: str | None = None

@@ -1,4 +1,4 @@
-"""Constrained types for settings, and the scopes of keys."""
+"""Constrained types for settings, the scopes of keys, and priorities."""
 
 from typing import Annotated, Literal
 
@@ -10,6 +10,8 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 Word = Annotated[str, msgspec.Meta(min_length=1)]
 ReasoningField = Literal["reasoning_content", "reasoning", "thought"]
+Priority = Literal["interactive", "batch"]
+"""Batch requests use what interactive ones leave."""
 RouteScope = Literal[
     "chat",
     "completions",

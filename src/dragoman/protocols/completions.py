@@ -190,6 +190,7 @@ def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict
         "created": created,
         "model": request.model,
         "system_fingerprint": openai.FINGERPRINT,
+        **openai.tier_field(request),
         "choices": [_choice(request, choice) for choice in choices],
         "usage": openai.encode_usage(reply.usage),
         **({"timings": encode_timings(choices[0])} if request.delivery.timings else {}),

@@ -97,6 +97,7 @@ ERROR_RULES = (
         r"^loading model",  # llama.cpp
         r"model is (currently )?loading|still loading",
     ),
+    _rule(errors.ResourceUnavailable, "resource_unavailable"),
     _rule(
         errors.QueueFull,
         "overloaded_error overloaded engine_overloaded",

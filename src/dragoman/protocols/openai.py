@@ -76,8 +76,12 @@ class TextFields(SamplingFields, frozen=True, kw_only=True):
 
     return_token_ids: bool | None = None
     timings_per_token: bool | None = None
+    service_tier: str | None = None
 
 
+FLEX = "flex"
+SERVED_TIERS = ("auto", "default", FLEX)
+"""Service tiers that every engine has. Other ones are passed on to an upstream server."""
 LABELS = ("user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier")
 SAMPLING = tuple(name for name in Sampling.__struct_fields__ if name != "logit_bias")
 _sampling_values = operator.attrgetter(*SAMPLING)
@@ -166,6 +170,7 @@ def decode_common(fields: SamplingFields) -> dict[str, Any]:
         sampling["top_k"] = 0  # Some clients send -1 for no limit.
     return {
         "model": fields.model or "",
+        "priority": "batch" if labels.get("service_tier") == FLEX else "interactive",
         "sampling": Sampling(**sampling, logit_bias=_biases(fields.logit_bias) if fields.logit_bias else {}),
         "labels": labels,
         "keep_seconds": RETENTION_SECONDS.get(getattr(fields, "prompt_cache_retention", None), 0.0),
@@ -184,6 +189,7 @@ def decode_delivery(fields: TextFields) -> Delivery:
         # As in vLLM, it has no effect without `include_usage`.
         running_usage=bool(options.include_usage and options.continuous_usage_stats),
         timings=bool(fields.timings_per_token),
+        service_tier=fields.service_tier in SERVED_TIERS,
     )
 
 
@@ -199,6 +205,9 @@ def requested_features(
         value = getattr(fields, name)
         if value is not None and value != NEUTRAL.get(name):
             asked.append(Asked(feature, name))
+    tier = getattr(fields, "service_tier", None)
+    if tier is not None and tier not in SERVED_TIERS:
+        asked.append(Asked(Feature.SERVICE_TIER, "service_tier"))
     if unknown := unknown_fields(parsed, type(fields)):
         asked += [Asked(Feature.UNKNOWN, name) for name in unknown if name not in others]
     return asked
@@ -234,6 +243,17 @@ def check_stop(stop: str, path: str) -> None:
         raise BadRequest(f"{path}: a stop string must not exceed {MAX_STOP_LENGTH} characters", param=path)
 
 
+def service_tier(request: GenerationRequest) -> str:
+    """The service tier of the reply."""
+    return FLEX if request.priority == "batch" else "default"
+
+
+def tier_field(request: GenerationRequest) -> dict[str, str]:
+    """The field of a chat or a completion that names its service tier, if it does."""
+    is_named = request.delivery.service_tier or request.priority == "batch"
+    return {"service_tier": service_tier(request)} if is_named else {}
+
+
 def encode_usage(usage: Usage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt,
@@ -266,6 +286,7 @@ class StreamEncoder(ABC):
     def __init__(self, request: GenerationRequest, created: int, kind: str) -> None:
         self._header = {"id": request.id, "object": kind, "created": created, "model": request.model}
         self._header["system_fingerprint"] = FINGERPRINT
+        self._header |= tier_field(request)
         self._delivery = delivery = request.delivery
         self._with_usage = delivery.usage
         needs_counts = delivery.running_usage or delivery.timings

@@ -164,7 +164,9 @@ class App(BaseApp):
     def model_lease(self, exchange: HttpExchange) -> LocalModelLease:
         lease = exchange.response.quota_lease
         assert lease is None or isinstance(lease, QuotaLease)
-        return LocalModelLease(self.catalog, exchange.caller, lease, self.ledger, exchange.record.id)
+        # A batch was admitted when it was created.
+        is_admitted = exchange.job is not None and exchange.job.is_batch
+        return LocalModelLease(self.catalog, exchange.caller, lease, self.ledger, exchange.record.id, is_admitted)
 
     def quota_lease_for(self, headers: Mapping[bytes, bytes]) -> QuotaLease | None:
         """A lease on the quota of the caller with these headers; None if it has no quota. Nothing is reserved yet."""

@@ -26,6 +26,7 @@ from dragoman.core.errors import (
     TooLarge,
     UnsupportedMedia,
 )
+from dragoman.core.types import Priority
 from dragoman.protocols.json_body import LARGE_BODY, has_more_elements
 from dragoman.server.app_calls import JOB, Job
 from dragoman.server.auth.callers import UNRESTRICTED, Caller
@@ -89,6 +90,11 @@ class HttpExchange:
         if name is None or (allowed is not None and name not in allowed):
             self.response.close_connection()
             raise BadRequest("the Host header does not name this server; `hosts` in its configuration allows names")
+
+    def priority(self, asked: Priority) -> Priority:
+        """The priority of a request that asks for this one. A batch job and some keys have batch priority anyway."""
+        is_batch_job = self.job is not None and self.job.is_batch
+        return "batch" if is_batch_job or "batch" in (asked, self.caller.priority) else "interactive"
 
     def serializable_scope(self) -> dict[str, Any]:
         """The part of the scope that another process needs to answer the request."""

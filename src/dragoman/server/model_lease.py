@@ -17,6 +17,7 @@ from dragoman.config.model_spec import NO_DEFAULTS, SamplingDefaults
 from dragoman.core.engine import Engine
 from dragoman.core.errors import ModelNotFound, quote
 from dragoman.core.request import Asked
+from dragoman.core.types import Priority
 from dragoman.models import Catalog, ModelHost, ServedModel
 from dragoman.models.admission import Slots
 from dragoman.pipeline.generate import ChoiceSlots, check_features, reads_field
@@ -34,6 +35,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, array_like=True):
     strict: bool
     extra: tuple[str, ...] = ()
     """Names of unknown fields that the engine gets, if it reads them."""
+    priority: Priority = "interactive"
 
 
 class LeaseInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -93,12 +95,15 @@ class LocalModelLease(ModelLease):
         quota_lease: QuotaLease | None,
         ledger: Ledger | None = None,
         request_id: str = "",
+        is_admitted: bool = False,
     ) -> None:
+        """A request that `is_admitted` waits for its slot without limits."""
         self._catalog = catalog
         self._caller = caller
         self._quota_lease = quota_lease
         self._ledger = ledger
         self._request_id = request_id
+        self._is_admitted = is_admitted
 
     async def resolve(self, name: str) -> ServedModel:
         """Find the model with this name, and check that the caller may use it."""
@@ -127,7 +132,7 @@ class LocalModelLease(ModelLease):
         # Set after the checks of quota and budgets: a fallback does not help a caller whose tokens are used up.
         self.fallbacks = tuple(other.name for other in fallbacks)
         self._host = host = model.host
-        self._slots = Slots(host.admission, self._caller.principal)
+        self._slots = Slots(host.admission, self._caller.principal, request.priority, self._is_admitted)
         self._is_found = True
         if not host.is_known or host.is_restarting:
             # The features of a model are known once it was loaded. Waiting for a restart of its process needs no slot.

@@ -6,6 +6,7 @@ compute_thread   the thread in which all computation runs, and the pace of its s
 generation       turns a request into a generation, and the logits of a generation into events
 runner           runs the steps of a decoder: plans, decodes, samples, delivers events
 scheduler        decides which rows the next decode has; no I/O, threads or clock
+prefill_shares   divides prompt rows between principals; no I/O
 sequences        assigns the decoder's sequences to jobs; no I/O
 prefix_tree      finds the longest shared prefix; no I/O
 speculation      drafts likely tokens and decides how many to verify

@@ -25,7 +25,7 @@ from dragoman.core.embeddings import Embedding, Input, map_inputs
 from dragoman.core.errors import DragomanError, EngineFailed
 from dragoman.engines.llama.binding import Context, ContextParams, LlamaModel, Vectors
 from dragoman.engines.llama.compute_thread import ComputeThread, StepPace
-from dragoman.engines.llama.scheduler import shortest_first
+from dragoman.engines.llama.prefill_shares import shortest_first
 from dragoman.engines.prompt_reader import read_embedding_input
 
 STEP_SECONDS = 0.25

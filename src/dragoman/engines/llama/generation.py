@@ -199,7 +199,8 @@ class LlamaRequestBuilder(RequestBuilder[Generation]):
             ignored=(*prompt.ignored, *(() if shape is None else shape.relaxed)),
         )
         prompt_outputs = request.logprobs is not None and request.logprobs.prompt is not None
-        job = Job(next(self._ids), prompt.tokens, prompt_outputs, request.principal, request.keep_seconds)
+        is_batch = request.priority == "batch"
+        job = Job(next(self._ids), prompt.tokens, prompt_outputs, request.principal, request.keep_seconds, is_batch)
         sampling = complete_sampling(request.sampling, self.defaults, self.model.suppressed)
         # Indexing a long prompt takes time, so it is not done in the compute thread.
         lookup = DraftLookup(prompt.tokens) if self.uses_drafts(request) else None

@@ -13,6 +13,9 @@ Rules
 2. A decode that fails is repeated job by job; only the jobs that fail alone are failed. A decode for a single job is
    aborted if the job is cancelled.
 3. A grammar that fails, fails its own job.
+4. If there are only batch jobs, a step takes up to ALONE_SECONDS too, and a new interactive job aborts it: the step is
+   planned again later. Models that cannot undo a step have steps of SHARED_SECONDS instead, and so does a batch prompt
+   beside interactive jobs. Batch jobs are paused for an interactive prompt of any runner.
 """
 
 import itertools
@@ -77,6 +80,8 @@ class Runner:
         self.live: dict[int, Generation] = {}
         self.sole: Generation | None = None
         """The generation of a decode that has rows of a single job."""
+        self.is_batch_step = False
+        """Whether the decode has only rows of batch jobs and can be undone."""
         self.outbox: list[Callable[[], None]] = []
         self.masks = ThreadPoolExecutor(1, thread_name_prefix="dragoman-masks")
 
@@ -85,6 +90,10 @@ class Runner:
     def submit(self, generation: Generation) -> None:
         self.compute_thread.require_open()
         self.compute_thread.call(self, partial(self._add, generation))
+        if not generation.job.is_batch:
+            for runner in self.runners:
+                if runner.is_batch_step:
+                    runner.context.abort()
 
     def cancel(self, generation: Generation) -> None:
         self.compute_thread.call(self, partial(self._end, generation))
@@ -99,7 +108,8 @@ class Runner:
 
     def step(self) -> None:
         pace = self._pace()
-        plan = self.scheduler.plan(pace.rows, self._drafts(min(pace.seconds, self.gap)))
+        others = [runner.scheduler.workload for runner in self.runners if runner is not self]
+        plan = self.scheduler.plan(pace.rows, self._drafts(min(pace.seconds, self.gap)), others)
         self._prepare(plan)
         if plan.chunks:
             self._run(plan, pace)
@@ -139,10 +149,13 @@ class Runner:
             self.cost.record(rows, rows - len(plan.chunks), time.monotonic() - begun)
 
     def _pace(self) -> StepPace:
-        if self.scheduler.expects_lighter_principal:
+        loads = [runner.scheduler.workload for runner in self.runners]
+        if not any(load.has_interactive for load in loads):
+            return self.alone if self.scheduler.sharing else self.among_principals
+        is_reading = any(load.is_reading for load in loads)
+        if self.scheduler.expects_lighter_principal or (self.scheduler.workload.has_batch and not is_reading):
             return self.among_principals
-        awaited = any(runner.scheduler.decoding for runner in self.runners)
-        return self.among_others if awaited else self.alone
+        return self.among_others if any(load.is_decoding for load in loads) else self.alone
 
     def _drafts(self, seconds: float) -> dict[int, Sequence[int]]:
         """Return drafts that are likely to pay in a step of at most `seconds`."""
@@ -162,13 +175,14 @@ class Runner:
     def _decode(self, chunks: Sequence[Chunk]) -> int:
         masks = self._compute_masks(chunks)
         self.sole = self.live[chunks[0].job] if len(chunks) == 1 else None
+        self.is_batch_step = self.scheduler.sharing and all(self.live[chunk.job].job.is_batch for chunk in chunks)
         code = self.context.decode(
             [token for chunk in chunks for token in chunk.tokens],
             [chunk.start + at for chunk in chunks for at in range(len(chunk.tokens))],
             [chunk.sequence for chunk in chunks for _ in chunk.tokens],
             [at >= len(chunk.tokens) - chunk.outputs for chunk in chunks for at in range(len(chunk.tokens))],
         )
-        self.sole = None
+        self.sole, self.is_batch_step = None, False
         if masks is not None:
             masks.result()
         if code:

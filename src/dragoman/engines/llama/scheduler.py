@@ -15,8 +15,8 @@ Rules
 2. The rows of a job are its prompt, then its sampled tokens, at positions 0, 1, 2, … without gaps. The part of the
    prompt that was in the sequence already is `shared` and has no rows. Draft rows that were not sampled are trimmed
    before any other effect, and are never shared.
-3. Every job with a sampled token has exactly one row for it in the next plan; prefill never delays it by a plan. Its
-   draft follows that row, unless the plan has prefill rows.
+3. Every job with a sampled token has exactly one row for it in the next plan, except for rule 12; prefill never delays
+   it by a plan. Its draft follows that row, unless the plan has prefill rows.
 4. The prefill rows of a plan never exceed the budget, and use all of it that the prompts can fill, except for rule 6.
 5. The principal with the fewest prefill rows, recent and still to come, gets up to three quarters of the budget, the
    next one three quarters of the rest, and so on: a short prompt overtakes the many or long prompts of another one.
@@ -31,27 +31,40 @@ Rules
 10. Only a job with a sequence is followed, and only for MIN_SHARED_TOKENS or more that are not in memory yet. A job
     with a sequence never waits again, so followers cannot wait forever.
 11. Rows are sorted by sequence, because the decoder processes adjacent sequences together.
+
+Batch jobs use what interactive ones leave
+
+12. While the prompt of an interactive job is read, batch jobs are paused: plans have no rows for them. After each
+    PAUSE_SECONDS one plan has, with at most REST_ROWS prefill rows, so they always proceed. While interactive jobs only
+    decode, the plans with rows for batch jobs take at most BATCH_SHARE of the time.
+13. Interactive jobs come first to the slots. They do not follow batch jobs, but copy what these have in memory. The
+    memory of ended batch jobs is reused before that of interactive ones.
+14. Shares are divided among batch jobs alone, and their rows do not count for their principal's other jobs.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from dragoman.core.decaying_counter import DecayingCounter
+from dragoman.engines.llama.prefill_shares import (
+    REST_ROWS,
+    RecentUsage,
+    cap_beside_finished,
+    share_between,
+    shortest_first,
+)
 from dragoman.engines.llama.prefix_tree import PrefixTree
 from dragoman.engines.llama.sequences import MIN_DECODED_TOKENS, MIN_SHARED_TOKENS, Effect, SequenceAllocator, Trim
 
 MAX_PROMPT_OUTPUTS = 64
 """Each such row needs one float per vocabulary token until the next decode."""
-REST_ROWS = 8
 MAX_SHORT_ROWS = 64
 """Prompts that have no more rows left are decoded in one step."""
-FIRST_SHARE = 0.75
-"""Part of the budget for the principal with the fewest recent rows."""
-RECENT_ROWS_SECONDS = 10.0
-"""The weight of past rows halves in this time."""
+PAUSE_SECONDS = 1.0
+"""Longest pause of batch jobs."""
+BATCH_SHARE = 0.2
+"""Part of the time for plans with rows of batch jobs, while interactive replies are decoded."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -61,6 +74,7 @@ class Job(msgspec.Struct, frozen=True):
     principal: str = ""
     keep: float = 0
     """Seconds for which the prompt is pinned in memory."""
+    is_batch: bool = False
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -79,6 +93,38 @@ class Plan(msgspec.Struct, frozen=True):
     effects: tuple[Effect, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     prefill_rows: int = 0
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """Which jobs there are, and whether prompts of interactive ones are read, or their replies decoded."""
+
+    has_batch: bool
+    has_interactive: bool
+    is_reading: bool
+    is_decoding: bool
+
+
+class BatchPause:
+    """Pauses batch jobs beside interactive ones, but never for long."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._is_paused = True
+        self._ran_at = self._resumes_at = clock()
+        """When the last plan with rows for batch jobs began, and when the next one may, beside replies."""
+
+    def decide(self, workloads: Sequence[Workload]) -> bool:
+        """Whether the next plan has no rows for batch jobs."""
+        now = self._clock()
+        if not self._is_paused:
+            self._resumes_at = now + min(PAUSE_SECONDS, (now - self._ran_at) * (1 / BATCH_SHARE - 1))
+        if any(load.is_reading for load in workloads):
+            self._is_paused = now < self._ran_at + PAUSE_SECONDS
+        else:
+            self._is_paused = now < self._resumes_at and any(load.is_decoding for load in workloads)
+        if not self._is_paused:
+            self._ran_at = now
+        return self._is_paused
 
 
 class _Slot(msgspec.Struct):
@@ -134,7 +180,8 @@ class Scheduler:
         self.promised = PrefixTree()
         """The prompts of prefilling jobs."""
         self.in_flight: dict[int, Chunk] = {}
-        self.usage = RecentUsage(clock)
+        self.usage, self.batch_usage = RecentUsage(clock), RecentUsage(clock)
+        self.pause = BatchPause(clock)
 
     @property
     def idle(self) -> bool:
@@ -146,6 +193,17 @@ class Scheduler:
         return [job for job, slot in self.slots.items() if slot.sampled is not None]
 
     @property
+    def workload(self) -> Workload:
+        kinds = {job.is_batch for job in self.waiting.values()} | {slot.job.is_batch for slot in self.slots.values()}
+        slots = [slot for slot in self.slots.values() if not slot.job.is_batch]
+        return Workload(
+            has_batch=True in kinds,
+            has_interactive=False in kinds,
+            is_reading=any(slot.missing > 0 for slot in slots),
+            is_decoding=any(slot.sampled is not None for slot in slots),
+        )
+
+    @property
     def tokens(self) -> int:
         """Tokens of running jobs in memory. Cached prefixes do not count."""
         return sum(slot.done for slot in self.slots.values())
@@ -153,17 +211,19 @@ class Scheduler:
     @property
     def expects_lighter_principal(self) -> bool:
         """Whether the prompts are long, and an active principal without a prompt now has fewer prefill rows."""
-        slots = [slot for slot in self.slots.values() if slot.missing > 0]
-        is_long = bool(self.waiting) or not slots or sum(slot.missing for slot in slots) > MAX_SHORT_ROWS
-        return is_long and self.usage.has_lighter(self._missing_rows())
+        slots = [slot for slot in self.slots.values() if slot.missing > 0 and not slot.job.is_batch]
+        has_waiting = any(not job.is_batch for job in self.waiting.values())
+        is_long = has_waiting or not slots or sum(slot.missing for slot in slots) > MAX_SHORT_ROWS
+        return is_long and self.usage.has_lighter(self._missing_rows(is_batch=False))
 
-    def _missing_rows(self) -> Counter[str]:
+    def _missing_rows(self, *, is_batch: bool) -> Counter[str]:
         """The prefill rows to come, by principal."""
         rows: Counter[str] = Counter()
         for job in self.waiting.values():
-            rows[job.principal] += len(job.prompt)
+            if job.is_batch == is_batch:
+                rows[job.principal] += len(job.prompt)
         for slot in self.slots.values():
-            if slot.missing > 0:
+            if slot.missing > 0 and slot.job.is_batch == is_batch:
                 rows[slot.job.principal] += slot.missing
         return rows
 
@@ -211,7 +271,7 @@ class Scheduler:
         self._cut_draft(slot)
         self.sequences.append(slot.sequence, slot.reply)
         is_invalid = self.in_flight.pop(job, None) is not None
-        self.sequences.release(slot.sequence, is_invalid=is_invalid)
+        self.sequences.release(slot.sequence, is_invalid=is_invalid, is_batch=slot.job.is_batch)
         if self._keeps(slot.job) and slot.missing <= 0 and not is_invalid:
             self.sequences.pins.add(slot.job.prompt, slot.salt, slot.job.keep)
 
@@ -227,12 +287,19 @@ class Scheduler:
         slot = self.slots[job]
         return len(slot.job.prompt) - slot.shared if self._keeps(slot.job) else 0
 
-    def plan(self, prefill_budget: int, drafts: Mapping[int, Sequence[int]] | None = None) -> Plan:
-        """`drafts` are the predicted tokens of decoding jobs."""
+    def plan(
+        self,
+        prefill_budget: int,
+        drafts: Mapping[int, Sequence[int]] | None = None,
+        others: Sequence[Workload] = (),
+    ) -> Plan:
+        """`drafts` are the predicted tokens of decoding jobs; `others` the workloads of the schedulers that take turns
+        with this one."""
         if self.in_flight:
             raise RuntimeError(f"jobs {sorted(self.in_flight)} were not reported after the last plan")
         while self.waiting and len(self.slots) < self.limit:
-            job = self.waiting.pop(next(iter(self.waiting)))
+            interactive = (job.id for job in self.waiting.values() if not job.is_batch)
+            job = self.waiting.pop(next(interactive, next(iter(self.waiting))))
             salt = job.principal if self.isolate else ""
             self.slots[job.id] = _Slot(job, salt, reuses=self.sharing and not job.prompt_outputs)
         for slot in self.slots.values():
@@ -241,8 +308,10 @@ class Scheduler:
         if (move := self.sequences.close_gap()) is not None:
             sequence, free = move
             next(slot for slot in self.slots.values() if slot.sequence == sequence).sequence = free
-        prefill = self._prefill(prefill_budget)
-        decoding = self._next_rows({} if prefill or drafts is None else drafts)
+        is_paused = self.pause.decide([self.workload, *others])
+        slots = [slot for slot in self.slots.values() if not (is_paused and slot.job.is_batch)]
+        prefill = self._prefill([slot for slot in slots if slot.has_sequence and slot.missing > 0], prefill_budget)
+        decoding = self._next_rows(slots, {} if prefill or drafts is None else drafts)
         chunks = sorted((*decoding, *prefill), key=lambda chunk: chunk.sequence)
         self.in_flight = {chunk.job: chunk for chunk in chunks}
         return Plan(self.sequences.drain(), tuple(chunks), sum(len(chunk.tokens) for chunk in prefill))
@@ -260,6 +329,10 @@ class Scheduler:
         coming, leaders = self.promised.longest_prefix(prompt[:-MIN_DECODED_TOKENS], slot.salt)
         if coming < self.sequences.find_prefix(prompt, slot.salt)[0] + MIN_SHARED_TOKENS:
             return False
+        if not slot.job.is_batch:
+            leaders = frozenset(leader for leader in leaders if not self.slots[leader].job.is_batch)
+        if not leaders:
+            return False
         slot.leader = max(leaders, key=lambda leader: self.slots[leader].done)
         slot.common = coming
         return True
@@ -276,99 +349,32 @@ class Scheduler:
             self.sequences.effects.append(Trim(slot.sequence, slot.done))
             slot.draft = ()
 
-    def _next_rows(self, drafts: Mapping[int, Sequence[int]]) -> list[Chunk]:
+    def _next_rows(self, slots: Sequence[_Slot], drafts: Mapping[int, Sequence[int]]) -> list[Chunk]:
         chunks = []
-        for job, slot in self.slots.items():
+        for slot in slots:
             if slot.sampled is not None:
-                tokens = (slot.sampled, *drafts.get(job, ()))
-                chunks.append(Chunk(job, slot.sequence, slot.done, tokens, len(tokens)))
+                tokens = (slot.sampled, *drafts.get(slot.job.id, ()))
+                chunks.append(Chunk(slot.job.id, slot.sequence, slot.done, tokens, len(tokens)))
         return chunks
 
-    def _prefill(self, budget: int) -> list[Chunk]:
-        slots = [slot for slot in self.slots.values() if slot.has_sequence and slot.missing > 0]
+    def _prefill(self, slots: Sequence[_Slot], budget: int) -> list[Chunk]:
+        batch = [slot for slot in slots if slot.job.is_batch]
+        interactive = [slot for slot in slots if not slot.job.is_batch]
+        rest = min(REST_ROWS, budget // 2) if interactive else budget
+        chunks = self._share(batch, rest, MAX_PROMPT_OUTPUTS, is_batch=True)
+        left = MAX_PROMPT_OUTPUTS - sum(chunk.outputs for chunk in chunks)
+        budget -= sum(len(chunk.tokens) for chunk in chunks)
+        return chunks + self._share(interactive, budget, left, is_batch=False)
+
+    def _share(self, slots: Sequence[_Slot], budget: int, most_outputs: int, *, is_batch: bool) -> list[Chunk]:
+        """Divide the budget between prefilling jobs of one priority."""
+        usage = self.batch_usage if is_batch else self.usage
         wanting = [slot for slot in slots if slot.job.prompt_outputs]
-        outputs = shortest_first([slot.missing for slot in wanting], min(budget, MAX_PROMPT_OUTPUTS))
+        outputs = shortest_first([slot.missing for slot in wanting], min(budget, most_outputs))
         most = {slot.job.id: rows for slot, rows in zip(wanting, outputs, strict=True)}
         wants = [most.get(slot.job.id, slot.missing) for slot in slots]
         owners = [slot.job.principal for slot in slots]
-        order = self.usage.order(owners, self._missing_rows())
+        order = usage.order(owners, self._missing_rows(is_batch=is_batch))
         rows = cap_beside_finished(owners, wants, share_between(order, owners, wants, budget))
-        self.usage.record(owners, rows)
+        usage.record(owners, rows)
         return [slot.next_chunk(count) for slot, count in zip(slots, rows, strict=True) if count]
-
-
-class RecentUsage:
-    """Prefill rows of each principal, of which older ones count less."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._rows = DecayingCounter(RECENT_ROWS_SECONDS, least=1, clock=clock)
-
-    def order(self, owners: Sequence[str], missing: Mapping[str, int]) -> list[str]:
-        """Return the distinct owners, the one with the fewest rows first, and of equals the one of the oldest job.
-        `missing` are rows to come."""
-        return sorted(dict.fromkeys(owners), key=lambda owner: self._rows.get(owner) + missing.get(owner, 0))
-
-    def has_lighter(self, missing: Mapping[str, int]) -> bool:
-        """Whether another principal had fewer rows than each of these with its rows to come; without any, whether there
-        are several principals."""
-        if not missing:
-            return len(self._rows) > 1
-        least = min(self._rows.get(owner) + rows for owner, rows in missing.items())
-        return any(self._rows.get(principal) < least for principal in self._rows if principal not in missing)
-
-    def record(self, owners: Sequence[str], rows: Sequence[int]) -> None:
-        self._rows.add(zip(owners, rows, strict=True))
-
-
-def share_between(order: Sequence[str], owners: Sequence[str], wants: Sequence[int], budget: int) -> list[int]:
-    """Divide the budget between the owners in this order, then between the requests of each."""
-    given = [0] * len(wants)
-    parts = share_in_order(
-        [sum(want for want, who in zip(wants, owners, strict=True) if who == owner) for owner in order], budget
-    )
-    for owner, part in zip(order, parts, strict=True):
-        mine = [at for at, who in enumerate(owners) if who == owner]
-        for at, rows in zip(mine, shortest_first([wants[at] for at in mine], part), strict=True):
-            given[at] = rows
-    return given
-
-
-def share_in_order(wants: Sequence[int], budget: int) -> list[int]:
-    """Give each FIRST_SHARE of what is left, the last one all of it, and what remains to the first that want more."""
-    given, left = [], budget
-    for at, want in enumerate(wants):
-        is_last = at == len(wants) - 1
-        given.append(min(want, left if is_last else math.ceil(left * FIRST_SHARE)))
-        left -= given[-1]
-    return _give_rest(given, wants, range(len(wants)), left)
-
-
-def cap_beside_finished(owners: Sequence[str], wants: Sequence[int], given: list[int]) -> list[int]:
-    """If one owner gets all that it wants and another does not, leave the other REST_ROWS."""
-    unfinished = {owner for owner, want, got in zip(owners, wants, given, strict=True) if got < want}
-    if not unfinished or unfinished.issuperset(owners):
-        return given
-    left = dict.fromkeys(unfinished, REST_ROWS)
-    capped = []
-    for owner, got in zip(owners, given, strict=True):
-        if owner in left:
-            got = min(got, left[owner])
-            left[owner] -= got
-        capped.append(got)
-    return capped
-
-
-def shortest_first(wants: Sequence[int], budget: int) -> list[int]:
-    """Give half of the budget to the first, and the rest to the smallest requests first."""
-    given = [min(want, (budget + 1) // 2) if at == 0 else 0 for at, want in enumerate(wants)]
-    order = sorted(range(len(wants)), key=lambda at: wants[at] - given[at])
-    return _give_rest(given, wants, order, budget - sum(given))
-
-
-def _give_rest(given: list[int], wants: Sequence[int], order: Sequence[int], left: int) -> list[int]:
-    """Give each in this order what it still wants, as far as the rest of the budget goes."""
-    for at in order:
-        more = min(wants[at] - given[at], left)
-        given[at] += more
-        left -= more
-    return given

@@ -19,7 +19,8 @@ Rules
 5. At least the last two tokens of a prompt are decoded. The logits of the last one are needed, and llama.cpp computes a
    single row differently from several, so the same request would get different replies.
 6. Prefixes are shared only within one salt.
-7. A pinned prefix that only one sequence holds is never evicted. When its slot is given to a job it is moved to the
+7. Ended batch jobs count as used before all others.
+8. A pinned prefix that only one sequence holds is never evicted. When its slot is given to a job it is moved to the
    cache completely. At most half of the cache is pinned.
 """
 
@@ -33,6 +34,8 @@ MIN_SHARED_TOKENS = 32
 """Smallest number of tokens worth sharing."""
 MIN_DECODED_TOKENS = 2
 """Tokens at the end of a prompt that are always decoded."""
+BATCH_AGE = 1 << 40
+"""Uses by which the memory of an ended batch job appears older."""
 GAP_PLANS = 2
 """Plans for which a gap waits for a new job, because the next turn of a conversation often comes at once."""
 
@@ -171,10 +174,12 @@ class SequenceAllocator:
         if self.sharing:
             self.held.extend(slot, tokens)
 
-    def release(self, slot: int, *, is_invalid: bool) -> None:
+    def release(self, slot: int, *, is_invalid: bool, is_batch: bool = False) -> None:
         """Release a job's slot. `is_invalid`: its memory is in an unknown state."""
         self.occupied.remove(slot)
         self._touch(slot)
+        if is_batch:
+            self.last_use[slot] -= BATCH_AGE
         if is_invalid or not self.sharing:
             self.held.remove(slot)
 

@@ -38,6 +38,7 @@ from dragoman.core.errors import (
     NotSupported,
     QuotaExhausted,
     RateLimited,
+    ResourceUnavailable,
     ServerFailed,
     StreamCutOff,
     TooLarge,
@@ -211,6 +212,11 @@ class UpstreamEngine(Engine):
         prefix, extra = (f"request {request_id}: ", {"request_id": request_id}) if request_id else ("", {})
         kind = type(error).__name__
         log.warning("%smodel %s: %s: %s (%s)", prefix, model, server.url, error.message, kind, extra=extra)
+        if isinstance(error, ResourceUnavailable):
+            # The server answers, and may still serve interactive requests.
+            self.pool.record_success(server)
+            message = f"{SERVER} has no room for batch requests; try again later"
+            return ResourceUnavailable(message, retry_after=error.retry_after or MIN_PAUSE_SECONDS)
         seconds = _pause_seconds(error)
         if seconds is None:
             self.pool.record_failure(server, is_unreachable=isinstance(error, Unreachable))

@@ -71,6 +71,7 @@ class LoadedModel:
         param: str | None = None,
         cache_salt: str | None = None,
         lora: Any = None,
+        priority: int = 0,
     ) -> Any:
         """Return a request that vLLM has validated. Runs in threads, not the event loop."""
         try:
@@ -80,6 +81,7 @@ class LoadedModel:
                 make_params(),
                 supported_tasks=self.tasks,
                 lora_request=lora,
+                priority=priority,
             )
         except self.api.request_errors as error:
             raise BadRequest(str(error), param=param or getattr(error, "parameter", None)) from error

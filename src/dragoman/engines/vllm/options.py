@@ -94,6 +94,11 @@ def arg_names(args: Mapping[str, Any]) -> dict[str, str]:
     return {written.replace("-", "_"): written for written in args}
 
 
+def find_arg(options: VllmOptions, name: str) -> Any:
+    """Return an argument of the operator; None if it is not set."""
+    return options.args.get(arg_names(options.args).get(name, name))
+
+
 def find_collisions(options: VllmOptions) -> list[tuple[str, str]]:
     """Find arguments that are set twice, as pairs of key and message."""
     ours, names = _args_from_options(options), arg_names(options.args)

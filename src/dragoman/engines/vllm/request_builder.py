@@ -10,6 +10,7 @@ Rules
    reported as ignored.
 6. vLLM masks disallowed tokens before it computes log probabilities, so those of a constrained reply are not the
    model's own. They are returned and reported as ignored.
+7. Batch requests have a lower priority in vLLM, if the operator chose its scheduling policy `priority`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from dragoman.engines.reply_limits import ThinkingBudget
 from dragoman.engines.token_engine import RequestBuilder
 from dragoman.engines.vllm.generation import VllmGeneration, VllmReplySettings
 from dragoman.engines.vllm.loaded_model import LoadedModel
-from dragoman.engines.vllm.options import VllmOptions
+from dragoman.engines.vllm.options import VllmOptions, find_arg
 from dragoman.formats import detect_format, get_format
 from dragoman.grammar.constraints import CompiledConstraint, ConstraintCompiler
 from dragoman.grammar.reply_grammar import ReplyGrammar
@@ -37,6 +38,8 @@ MIN_TOP_P = 1e-6
 """Replaces 0, which vLLM rejects; it keeps only the most likely token, as 0 should."""
 MAX_BIAS = 100.0
 
+INTERACTIVE, BATCH = 0, 1
+"""Priorities in vLLM, which runs lower numbers first."""
 SAMPLING_PARAMS = frozenset(Sampling.__struct_fields__) - {"seed", "logit_bias"}
 """Parameters that are the same here and in vLLM."""
 
@@ -50,6 +53,7 @@ class VllmRequestBuilder(RequestBuilder[VllmGeneration]):
         self.loaded = model
         self.options = options
         self.loras = loras
+        self.has_priorities = find_arg(options, "scheduling_policy") == "priority"
         defaults: Mapping[str, Any] = model.llm.model_config.get_diff_sampling_param() or {}
         self.defaults = {name: value for name, value in defaults.items() if name in SAMPLING_PARAMS}
         self.constraints = (
@@ -108,6 +112,7 @@ class VllmRequestBuilder(RequestBuilder[VllmGeneration]):
             partial(self._params, request, limit - len(head), shape is not None),
             cache_salt=request.principal if self.options.isolate else None,
             lora=self.loras.get(request.model),
+            priority=BATCH if request.priority == "batch" and self.has_priorities else INTERACTIVE,
         )
         if shape is not None:
             structured_outputs = self.loaded.api.structured_outputs(grammar=merge_grammars(shape.grammar))

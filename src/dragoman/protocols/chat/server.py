@@ -85,7 +85,6 @@ class ChatFields(openai.TextFields, frozen=True, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
-    service_tier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: openai.Retention | None = None
     safety_identifier: str | None = None
@@ -113,8 +112,6 @@ def decode_fields(parsed: dict[str, Any]) -> GenerationRequest:
         raise BadRequest("top_logprobs: requires logprobs: true", param="top_logprobs")
     asked = [Asked(Feature.CHAT, "messages"), *openai.requested_features(fields, parsed, OTHER_FIELDS, FEATURES)]
     messages = [_message(message, f"messages[{at}]", asked) for at, message in enumerate(fields.messages)]
-    if fields.service_tier not in (None, "auto", "default"):
-        asked.append(Asked(Feature.SERVICE_TIER, "service_tier"))
     others = {} if parsed.keys().isdisjoint(OTHER_FIELDS) else _decode_others(parsed, asked)
     return GenerationRequest(
         **openai.decode_common(fields),
@@ -327,6 +324,7 @@ def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict
         "created": created,
         "model": request.model,
         "system_fingerprint": openai.FINGERPRINT,
+        **openai.tier_field(request),
         "choices": [
             {
                 "index": choice.index,

@@ -347,8 +347,12 @@ def _message(
         "ephemeral_5m_input_tokens": 0 if is_long else usage.kept,
         "ephemeral_1h_input_tokens": usage.kept if is_long else 0,
     }
-    counts = _encode_usage(usage) | {"cache_creation": created, "service_tier": "standard"}
+    counts = _encode_usage(usage) | {"cache_creation": created, "service_tier": _service_tier(request)}
     return message | _stop_fields(reason, stop) | {"usage": counts}
+
+
+def _service_tier(request: GenerationRequest) -> str:
+    return "batch" if request.priority == "batch" else "standard"
 
 
 def _stop_fields(reason: FinishReason | None, stop: str | None) -> dict[str, Any]:

@@ -337,6 +337,7 @@ class ResponseEncoder:
             "created_at": self._encoding.created,
             "model": self._request.model,
             **self._encoding.context.echoed,
+            "service_tier": openai.service_tier(self._request),
             "status": status,
             "output": list(self._output),
             "completed_at": None,

@@ -254,8 +254,6 @@ def _note_options(fields: ResponseFields, parsed: dict[str, Any], asked: list[As
         asked.append(Asked(Feature.VERBOSITY, "text.verbosity"))
     if fields.truncation == "auto":
         asked.append(Asked(Feature.TRUNCATION, "truncation"))
-    if fields.service_tier not in (None, "auto", "default"):
-        asked.append(Asked(Feature.SERVICE_TIER, "service_tier"))
     if fields.stream_options is not None and fields.stream_options.include_obfuscation:
         asked.append(Asked(Feature.UNKNOWN, "stream_options.include_obfuscation"))
 
@@ -281,7 +279,6 @@ def _response_context(
         "metadata": fields.metadata or {},
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "reasoning": {"effort": fields.reasoning and fields.reasoning.effort, "summary": None},
-        "service_tier": "default",
         "store": fields.store is not False,
         "text": TEXT_DEFAULTS | json_body.without_nulls(parsed.get("text") or {}),
         "tool_choice": parsed.get("tool_choice") or "auto",

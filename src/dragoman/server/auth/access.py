@@ -97,7 +97,7 @@ class Authenticator:
                 raise Unauthorized("this server does not accept tokens any more")
             rights = (frozenset(saved.routes), saved.models, None, saved.configured_models)
             owner = self._jwt.owner(saved.principal)
-            return Caller(saved.principal, *rights, key=owner.key, budgets=owner.budgets)
+            return Caller(saved.principal, *rights, key=owner.key, budgets=owner.budgets, priority=self._jwt.priority)
         if not saved.key:
             return replace(self.authenticate({}), principal=saved.principal, quota=None)
         self._stored.is_used()
@@ -163,7 +163,8 @@ def principal_of(key: str) -> str:
 
 def _limited(principal: str, scopes: frozenset[RouteScope], limits: KeyLimits, key: str) -> Caller:
     """A caller with the limits of a key."""
-    return Caller(principal, scopes, None, _make_quota(limits), key=key, budgets=own_budgets(limits, "key", key))
+    budgets, priority = own_budgets(limits, "key", key), limits.priority or "interactive"
+    return Caller(principal, scopes, None, _make_quota(limits), key=key, budgets=budgets, priority=priority)
 
 
 def _make_quota(limits: KeyLimits) -> Quota | None:

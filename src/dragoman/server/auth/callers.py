@@ -25,7 +25,7 @@ from dragoman.config.sections import RESERVED_ROUTES, KeyLimits
 from dragoman.core.errors import PermissionDenied, RateLimited, TokensLimited
 from dragoman.core.reply import RateLimitState
 from dragoman.core.request import GenerationRequest, Image, ToolResult
-from dragoman.core.types import RouteScope
+from dragoman.core.types import Priority, RouteScope
 from dragoman.server.telemetry.metrics import MINUTE, MinuteWindow
 from dragoman.storage.budgets import OwnedBudget, Owner, OwnerColumn
 
@@ -268,6 +268,8 @@ class Caller:
     """The id of a stored key, the principal of a key of the configuration, or `jwt`; empty without a key."""
     budgets: tuple[OwnedBudget, ...] = ()
     """Those of the key itself, besides those of the configuration."""
+    priority: Priority = "interactive"
+    """Of all its requests."""
 
     @property
     def owner(self) -> Owner:

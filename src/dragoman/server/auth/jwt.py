@@ -21,7 +21,7 @@ import msgspec
 
 from dragoman.config.sections import Jwt, KeyLimits
 from dragoman.core.errors import ConfigError, Unauthorized
-from dragoman.core.types import RouteScope
+from dragoman.core.types import Priority, RouteScope
 from dragoman.server.auth.callers import Caller, Quota, allowed_scopes, own_budgets
 from dragoman.storage.budgets import Owner
 from dragoman.storage.keys import digest, parse_principal
@@ -51,6 +51,7 @@ class JwtVerifier:
         self._jwt = jwt
         self._settings = settings
         self._limits = settings.limits.over(limits)
+        self.priority: Priority = self._limits.priority or "interactive"
         self._key = _read_key(settings)
         self._cache: OrderedDict[bytes, tuple[float, Caller]] = OrderedDict()
         """Expiry and caller of recent tokens by digest: checking a signature is slow."""
@@ -112,7 +113,8 @@ class JwtVerifier:
         models, configured_models = (configured, None) if claims.models is None else (claims.models, configured)
         owner = self.owner(principal)
         quota = self.quota(principal)
-        return Caller(principal, allowed, models, quota, configured_models, key=owner.key, budgets=owner.budgets)
+        rights = allowed, models, quota, configured_models
+        return Caller(principal, *rights, key=owner.key, budgets=owner.budgets, priority=self.priority)
 
     def owner(self, principal: str) -> Owner:
         """The owner of the tokens of a subject."""

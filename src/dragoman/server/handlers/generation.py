@@ -22,6 +22,7 @@ from dragoman.core.errors import DragomanError
 from dragoman.core.events import Event, Finished, Started
 from dragoman.core.reply import ReplyBuilder
 from dragoman.core.request import Asked, GenerationRequest
+from dragoman.core.types import Priority
 from dragoman.pipeline.generate import check_limits, generate, reads_field, unsupported_parameter
 from dragoman.protocols.registry import ReplyEncoding
 from dragoman.protocols.wire_protocol import EVENT_STREAM, Encoder, WireProtocol
@@ -120,7 +121,8 @@ class _Generation:
         if not is_fallback:
             estimate = estimate_tokens(decoded, exchange.weight)
         try:
-            info = await find_model(app, exchange, lease, decoded.model, decoded.asked, estimate, decoded.extra)
+            wanted = (decoded.model, decoded.asked, estimate, decoded.extra, decoded.priority)
+            info = await find_model(app, exchange, lease, *wanted)
             request = _complete_request(app, exchange, decoded, info)
             check_limits(request, limits.choices, limits.stop_strings)
             if request.delivery.stream:
@@ -203,11 +205,13 @@ async def find_model(
     asked: tuple[Asked, ...],
     estimate: Estimate | None = None,
     extra: Iterable[str] = (),
+    priority: Priority = "interactive",
 ) -> LeaseInfo:
     """Find the model of a lease, and note its name and the parameters that it ignores. `extra` are the names of unknown
-    fields that the engine gets if it reads them."""
+    fields that the engine gets if it reads them. `priority` is the one that the request asks for."""
+    priority = exchange.priority(priority)
     try:
-        info = await lease.find(LeaseRequest(name, asked, estimate, app.is_strict(exchange), tuple(extra)))
+        info = await lease.find(LeaseRequest(name, asked, estimate, app.is_strict(exchange), tuple(extra), priority))
     finally:
         exchange.record.model = lease.label
     if info.ignored:
@@ -232,8 +236,14 @@ def http_fields(exchange: HttpExchange, decoded: GenerationRequest, info: LeaseI
     if info.reads_headers:
         sent = exchange.headers
         headers = {name: sent[key].decode("latin-1") for name in info.reads_headers if (key := name.encode()) in sent}
-    record = exchange.record
-    return {"id": record.id, "principal": record.principal, "extra": extra, "headers": headers}
+    record, priority = exchange.record, exchange.priority(decoded.priority)
+    return {
+        "id": record.id,
+        "principal": record.principal,
+        "priority": priority,
+        "extra": extra,
+        "headers": headers,
+    }
 
 
 def _complete_request(

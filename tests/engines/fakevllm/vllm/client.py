@@ -49,6 +49,7 @@ class AsyncEngineArgs:
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
+    scheduling_policy: str = "fcfs"
     steps_per_second: float = 500
     """Only in the fake."""
     dies_in: str = ""
@@ -90,6 +91,7 @@ class InputProcessor:
         params: SamplingParams | PoolingParams,
         supported_tasks: tuple[str, ...],
         lora_request: LoRARequest | None = None,
+        priority: int = 0,
     ) -> EngineCoreRequest:
         tokens = prompt["prompt_token_ids"]
         if max(tokens) >= VOCABULARY:
@@ -99,7 +101,8 @@ class InputProcessor:
         if lora_request is not None and not self.args.enable_lora:
             raise ValueError(f"Got lora_request {lora_request} but LoRA is not enabled!")
         params.verify()
-        return EngineCoreRequest(request_id, tokens, params, lora_request=lora_request, cache_salt=prompt["cache_salt"])
+        rest = {"lora_request": lora_request, "cache_salt": prompt["cache_salt"], "priority": priority}
+        return EngineCoreRequest(request_id, tokens, params, **rest)
 
 
 class AsyncMPClient:

@@ -43,6 +43,8 @@ def create_reply(request: EngineCoreRequest) -> list[int]:
     elif text == b"what grammar":
         shape = None if params is None else params.structured_outputs
         text = str(None if shape is None else shape.grammar).encode()
+    elif text == b"what priority":
+        text = str(request.priority).encode()
     elif text == b"what adapter":
         text = str(None if request.lora_request is None else request.lora_request.lora_name).encode()
     return [*text, IM_END]

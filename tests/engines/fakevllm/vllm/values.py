@@ -104,6 +104,7 @@ class EngineCoreRequest(msgspec.Struct):
     pooling_params: PoolingParams | None = None
     lora_request: LoRARequest | None = None
     cache_salt: str | None = None
+    priority: int = 0
 
 
 class Abort(msgspec.Struct, tag=True):
