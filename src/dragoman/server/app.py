@@ -15,6 +15,7 @@ from dragoman.core.engine import Engine
 from dragoman.core.errors import NotSupported, StorageUnavailable, Unauthorized
 from dragoman.models import Catalog, EngineFactory, ServedModel
 from dragoman.protocols.models import ReloadResult
+from dragoman.protocols.usage import day_of
 from dragoman.server.auth.access import Authenticator
 from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, has_token
 from dragoman.server.auth.callers import Caller, QuotaLease
@@ -23,11 +24,13 @@ from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LocalModelLease
 from dragoman.server.telemetry.recorder import TelemetryRecorder, without_secrets
 from dragoman.storage.blobs import open_blobs
+from dragoman.storage.budgets import first_day
 from dragoman.storage.database import Database
 from dragoman.storage.files import EXPIRY_SECONDS, SWEEP_SECONDS, FileStore
 from dragoman.storage.key_uses import WRITE_SECONDS as KEY_USES_SECONDS
 from dragoman.storage.keys import store_path
 from dragoman.storage.ledger import Ledger
+from dragoman.storage.ledger_sql import read_owners
 from dragoman.storage.maintenance import Maintenance
 from dragoman.storage.response_store import MemoryResponseStore
 from dragoman.storage.servers import DEAD_SECONDS, HEARTBEAT_SECONDS
@@ -193,10 +196,12 @@ class App(BaseApp):
         await self.ledger.flush()
         return await self.database.read(lambda connection: read(connection, self._authenticator))
 
-    async def _restore_rates(self) -> None:
-        """Count what keys used in the last minute before this server started."""
+    async def _restore_limits(self) -> None:
+        """Count what keys used in the last minute before this server started, and of budgets that warn."""
+        first = first_day(day_of(time.time()))
         try:
             recent = await self.ledger.read_recent()
+            await self.ledger.restore_warnings(lambda found: self._authenticator.owners(read_owners(found, first)))
         except StorageUnavailable:
             # The database has logged the reason.
             return
@@ -208,7 +213,7 @@ class App(BaseApp):
     def start(self) -> None:
         super().start()
         self.maintenance.start()
-        self._restoring = asyncio.get_running_loop().create_task(self._restore_rates())
+        self._restoring = asyncio.get_running_loop().create_task(self._restore_limits())
         self.telemetry.events.start(
             {"models": self.catalog.describe_models(), "config": without_secrets(self.settings)}
         )

@@ -8,7 +8,7 @@ from sqlalchemy import Connection
 from dragoman.config.quantities import NANO
 from dragoman.protocols.usage import BudgetEntry, UsageEntry, UsageQuery, UsageReport, show_day
 from dragoman.server.auth.access import Authenticator
-from dragoman.storage.budgets import BudgetPeriod, BudgetTable, BudgetUse, OwnedBudget, period_start, periods_at
+from dragoman.storage.budgets import BudgetPeriod, BudgetTable, BudgetUse, OwnedBudget, first_day, periods_at
 from dragoman.storage.ledger_sql import read_owners, read_sums, read_use
 
 
@@ -36,8 +36,7 @@ def _find_budgets(
     connection: Connection, table: BudgetTable, authenticator: Authenticator, today: int
 ) -> Iterator[OwnedBudget]:
     """Yield the budgets of all known keys, and of all principals that used tokens since the month or the week began."""
-    first = min(period_start("month", today), period_start("week", today))
-    owners = authenticator.owners(read_owners(connection, first))
+    owners = authenticator.owners(read_owners(connection, first_day(today)))
     yield from sorted({budget for owner in owners for budget in table.budgets_of(owner)}, key=_order)
 
 

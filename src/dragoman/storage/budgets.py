@@ -103,6 +103,11 @@ def period_start(per: Period, day: int) -> int:
     return (EPOCH + datetime.timedelta(day)).replace(day=1).toordinal() - EPOCH.toordinal()
 
 
+def first_day(day: int) -> int:
+    """The first day of all periods that contain a day."""
+    return min(period_start("month", day), period_start("week", day))
+
+
 def periods_at(budgets: Sequence[OwnedBudget], day: int) -> list[BudgetPeriod]:
     return [BudgetPeriod(budget, period_start(budget.per, day)) for budget in budgets]
 

@@ -20,7 +20,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -33,7 +33,7 @@ from dragoman.protocols.usage import day_of
 from dragoman.storage import ledger_sql
 from dragoman.storage.budgets import BudgetPeriod, BudgetTable, Owner, Refusal, periods_at
 from dragoman.storage.database import Database
-from dragoman.storage.ledger_entries import Entry, EntryGroup, Journal
+from dragoman.storage.ledger_entries import Entry, EntryGroup, Journal, clip_tokens
 from dragoman.storage.ledger_sql import RecentUse, WrittenGroup
 from dragoman.storage.prices import PriceTable
 
@@ -81,6 +81,8 @@ class Ledger:
         """What was spent of budgets that warn, as far as it is known."""
         self._writes: set[asyncio.Future[Any]] = set()
         self._writing: asyncio.Task[None] | None = None
+        self._is_failing = False
+        """Whether the last write failed because the database is not available."""
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
@@ -97,17 +99,19 @@ class Ledger:
 
         The first of `models` is requested; the others may answer instead, so the highest of their prices is reserved.
         """
-        now = time.time()
+        now, prompt, completion = time.time(), clip_tokens(prompt), clip_tokens(completion)
         cost = max([self._prices.price_of(model).cost(prompt, 0, completion) for model in models])
+        # A job may run twice with the same id, and its first entry may not be written yet.
+        entry_id = f"{request_id}.{now}" if self._journal.knows(request_id) else request_id
         self._open[request_id] = entry = Entry(
-            *(request_id, self._database.server, now, None, owner.key, owner.principal, models[0], None),
+            *(entry_id, self._database.server, now, None, owner.key, owner.principal, models[0], None),
             *(prompt, 0, completion, 0, cost),
         )
         budgets = self.budgets.budgets_of(owner)
         if budgets:
             periods = periods_at(budgets, day_of(now))
             if warning := [period for period in periods if period.budget.action == "warn"]:
-                self._warning[request_id] = warning
+                self._warning[entry_id] = warning
             if refusing := [period for period in periods if period.budget.action == "refuse"]:
                 return self._reserve(entry, refusing)
         self._put(entry)
@@ -128,12 +132,13 @@ class Ledger:
         if entry is None:
             return
         model = ended.model or entry.model
-        prompt, completion = ended.used_prompt, ended.used_completion
-        cost = self._prices.price_of(model).cost(prompt, ended.cached_tokens, completion)
+        counts = (ended.used_prompt, ended.cached_tokens, ended.used_completion, ended.reasoning_tokens)
+        prompt, cached, completion, reasoning = map(clip_tokens, counts)
+        cost = self._prices.price_of(model).cost(prompt, cached, completion)
         self._put(
             Entry(
                 *(entry.id, entry.server, entry.opened, time.time(), entry.key, entry.principal, model, ended.status),
-                *(prompt, ended.cached_tokens, completion, ended.reasoning_tokens, cost),
+                *(prompt, cached, completion, reasoning, cost),
             )
         )
 
@@ -187,6 +192,20 @@ class Ledger:
         since = now - RECENT_SECONDS
         return await self._database.read(lambda connection: ledger_sql.read_recent(connection, server, since, now))
 
+    async def restore_warnings(self, find_owners: Callable[[Connection], Iterable[Owner]]) -> None:
+        """Read what is spent of budgets that warn, so that they do so from the first request of this server on."""
+        if not self._keeps_closed:
+            return
+        today = day_of(time.time())
+
+        def read(connection: Connection) -> dict[BudgetPeriod, int]:
+            budgets = {budget for owner in find_owners(connection) for budget in self.budgets.budgets_of(owner)}
+            warning = [budget for budget in budgets if budget.action == "warn"]
+            return {period: ledger_sql.read_spent(connection, period) for period in periods_at(warning, today)}
+
+        # What was noted meanwhile is newer.
+        self._spent = await self._database.read(read) | self._spent
+
     def _put(self, entry: Entry) -> None:
         if not self._journal.put(entry):
             self._warning.pop(entry.id, None)
@@ -211,8 +230,9 @@ class Ledger:
     def _submit_oldest(self) -> "asyncio.Future[WrittenGroup] | None":
         """Begin to write the oldest entries; None if no entry is waiting."""
         group = self._journal.take(MOST_WRITTEN)
-        if group is None:
-            return None
+        return None if group is None else self._submit_group(group)
+
+    def _submit_group(self, group: EntryGroup) -> "asyncio.Future[WrittenGroup]":
         periods: tuple[BudgetPeriod, ...] = ()
         if self._warning:
             periods = tuple({period for entry in group.entries for period in self._warning.get(entry.id, ())})
@@ -232,11 +252,17 @@ class Ledger:
     def _note_written(
         self, group: EntryGroup, periods: Sequence[BudgetPeriod], written: "asyncio.Future[WrittenGroup]"
     ) -> None:
-        if _is_unavailable(written):
+        self._is_failing = _is_unavailable(written)
+        if self._is_failing:
             self._journal.note_failed(group)
             return
         if (error := written.exception()) is not None:
-            log.error("%d entries of the ledger cannot be written", len(group.entries), exc_info=error)
+            if len(group.entries) > 1:
+                # One of them is the reason.
+                for part in group.split():
+                    self._submit_group(part)
+                return
+            log.error("an entry of the ledger cannot be written", exc_info=error)
             self._journal.drop(group)
         else:
             self._journal.note_written(group)
@@ -261,8 +287,9 @@ class Ledger:
 
     async def _reserve(self, entry: Entry, periods: Sequence[BudgetPeriod]) -> None:
         group = self._journal.hold(entry)
-        # Requests that have ended count with their true tokens.
-        self._submit_waiting()
+        if not self._is_failing:
+            # Requests that have ended count with their true tokens.
+            self._submit_waiting()
         change = partial(ledger_sql.reserve, entry=entry, periods=periods)
         # A request that is cancelled meanwhile may have a reservation all the same.
         refusal = await asyncio.shield(self._submit(change, partial(self._note_reserved, group)))
@@ -271,6 +298,7 @@ class Ledger:
             raise QuotaExhausted(refusal.message)
 
     def _note_reserved(self, group: EntryGroup, reserved: "asyncio.Future[Refusal | None]") -> None:
+        self._is_failing = _is_unavailable(reserved)
         if reserved.cancelled() or reserved.exception() is not None:
             self._journal.note_failed(group)
         elif reserved.result() is None:

@@ -27,6 +27,8 @@ from dragoman.protocols.usage import DAY
 LOST = 0
 """The status of an entry whose server or front end died."""
 MAX_WAITING = 100_000
+MAX_TOKENS = 10**12
+"""The most tokens that one entry counts: upstream servers report what they like, and sums must fit into 64 bits."""
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
@@ -50,6 +52,10 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         return msgspec.structs.replace(self, closed=now, status=LOST)
 
 
+def clip_tokens(count: int) -> int:
+    return max(0, min(count, MAX_TOKENS))
+
+
 UsageKey = tuple[int, str, str, str]
 """Day, key, principal, model: the primary key of the table `usage`."""
 UsageSums = list[int]
@@ -64,6 +70,11 @@ class EntryGroup(NamedTuple):
     """Those that the database has as open, unless another server took this one for dead."""
     unknown_ids: frozenset[str] = frozenset()
     """Those that a write which failed may have written."""
+
+    def split(self) -> "list[EntryGroup]":
+        """Each entry as a group of its own."""
+        parts = ((entry, frozenset((entry.id,))) for entry in self.entries)
+        return [EntryGroup((entry,), self.open_ids & ids, self.unknown_ids & ids) for entry, ids in parts]
 
     @property
     def looked_up(self) -> frozenset[str]:
@@ -141,13 +152,14 @@ class Journal:
 
     def put(self, entry: Entry) -> bool:
         """Add an entry that was opened or closed. False if too many wait; a closed entry is lost then."""
-        if len(self._waiting) >= self._most and not self._is_known(entry.id):
+        if len(self._waiting) >= self._most and not self.knows(entry.id):
             self.lost += entry.closed is not None
             return False
         self._waiting[entry.id] = entry
         return True
 
-    def _is_known(self, entry_id: str) -> bool:
+    def knows(self, entry_id: str) -> bool:
+        """Whether an entry with this id is not closed in the database, or may not be."""
         known: tuple[Container[str], ...] = (self._waiting, self._open, self._unknown, self._in_flight)
         return any(entry_id in group for group in known)
 

@@ -128,14 +128,14 @@ def read_spent(connection: Connection, period: BudgetPeriod) -> int:
 
 
 def read_recent(connection: Connection, server: str, since: float, now: float) -> list[RecentUse]:
-    """What each key used since this time on servers that are dead now."""
+    """What each key used since this time on servers that are dead now, the latest first."""
     second = cast(ledger.c.opened, BigInteger)
     tokens = func.sum(ledger.c.prompt + ledger.c.completion)
     statement = (
         select(ledger.c.key, ledger.c.principal, func.max(ledger.c.opened), func.count(), tokens)
-        .where(ledger.c.opened > since, ledger.c.server != server, is_dead(ledger.c.server, now))
+        .where(ledger.c.opened.between(since, now), ledger.c.server != server, is_dead(ledger.c.server, now))
         .group_by(ledger.c.key, ledger.c.principal, second)
-        .order_by(second)
+        .order_by(second.desc())
     )
     rows = connection.execute(statement)
     return [RecentUse(key, principal, at, requests, int(total)) for key, principal, at, requests, total in rows]
@@ -192,15 +192,17 @@ def _lock(connection: Connection) -> None:
 def _read_states(connection: Connection, group: EntryGroup) -> dict[str, bool]:
     """Whether the entries of a group that the database has are closed there."""
     states: dict[str, bool] = {}
+    is_own = ledger.c.server == group.entries[0].server
     for ids in _chunks(group.open_ids):
-        found = connection.execute(select(ledger.c.id).where(ledger.c.id.in_(ids), ledger.c.closed.is_(None)))
+        found = connection.execute(select(ledger.c.id).where(ledger.c.id.in_(ids), ledger.c.closed.is_(None), is_own))
         states |= dict.fromkeys(found.scalars(), False)
     if group.unknown_ids:
-        times = [entry.opened for entry in group.entries if entry.id in group.unknown_ids]
-        is_recent = ledger.c.opened.between(min(times), max(times))
+        times = {entry.id: entry.opened for entry in group.entries if entry.id in group.unknown_ids}
+        is_recent = ledger.c.opened.between(min(times.values()), max(times.values()))
+        columns = (ledger.c.id, ledger.c.opened, ledger.c.closed)
         for ids in _chunks(group.unknown_ids):
-            rows = connection.execute(select(ledger.c.id, ledger.c.closed).where(ledger.c.id.in_(ids), is_recent))
-            states |= {entry_id: closed is not None for entry_id, closed in rows}
+            rows = connection.execute(select(*columns).where(ledger.c.id.in_(ids), is_recent, is_own))
+            states |= {entry_id: closed is not None for entry_id, opened, closed in rows if opened == times[entry_id]}
     return states
 
 
@@ -226,9 +228,13 @@ def _insert_text(dialect: str, rows: int) -> str:
 def _close(connection: Connection, entries: Sequence[Entry]) -> None:
     """Replace entries that the database has as open."""
     if entries:
-        is_open = (ledger.c.id == bindparam("entry"), ledger.c.closed.is_(None))
-        rows = [{"entry": entry.id, **{name: getattr(entry, name) for name in CLOSED_COLUMNS}} for entry in entries]
-        connection.execute(update(ledger).where(*is_open), rows)
+        # A job that runs again on another server has the same id there.
+        is_entry = (ledger.c.id == bindparam("entry"), ledger.c.server == bindparam("owner"))
+        rows = [
+            {"entry": entry.id, "owner": entry.server, **{name: getattr(entry, name) for name in CLOSED_COLUMNS}}
+            for entry in entries
+        ]
+        connection.execute(update(ledger).where(*is_entry, ledger.c.closed.is_(None)), rows)
 
 
 def _delete(connection: Connection, entries: Sequence[Entry]) -> None:

@@ -16,6 +16,8 @@ from dragoman.config.sections import Price
 
 MILLION = 10**6
 CACHE_SIZE = 1024
+MAX_COST = 10**15
+"""Of one request, in nano-units: sums of costs must fit into 64 bits."""
 
 
 class TokenPrice(NamedTuple):
@@ -29,7 +31,7 @@ class TokenPrice(NamedTuple):
         """`cached` is a part of the prompt."""
         cached = min(cached, prompt)
         total = (prompt - cached) * self.input + cached * self.cached_input + completion * self.output
-        return (total + MILLION // 2) // MILLION
+        return min((total + MILLION // 2) // MILLION, MAX_COST)
 
 
 FREE = TokenPrice(0, 0, 0)
