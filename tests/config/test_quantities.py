@@ -1,10 +1,10 @@
-"""Parsing and formatting of durations and sizes."""
+"""Parsing and formatting of durations, sizes and costs."""
 
 import math
 
 import pytest
 
-from dragoman.config.quantities import format_size, parse_duration, parse_size
+from dragoman.config.quantities import format_cost, format_size, parse_duration, parse_size, to_nano_units
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,19 @@ def test_sizes(text: object, size_in_bytes: int) -> None:
 )
 def test_formatted_sizes(count: int, text: str) -> None:
     assert format_size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("cost", "nano_units"),
+    [(0.1, 10**8), (0.15, 150_000_000), (1e-9, 1), (4e-10, 0), (1e9, 10**18), (2.675, 2_675_000_000)],
+)
+def test_costs_are_as_exact_as_their_digits(cost: float, nano_units: int) -> None:
+    assert to_nano_units(cost) == nano_units
+
+
+@pytest.mark.parametrize(
+    ("nano_units", "text"),
+    [(0, "0.00"), (10**9, "1.00"), (1_250_000_000, "1.25"), (1, "0.000000001"), (1_234_000, "0.001234")],
+)
+def test_formatted_costs(nano_units: int, text: str) -> None:
+    assert format_cost(nano_units) == text

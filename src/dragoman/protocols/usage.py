@@ -32,6 +32,8 @@ COLUMNS: tuple[UsageColumn, ...] = get_args(UsageColumn)
 DEFAULT_COLUMNS: tuple[UsageColumn, ...] = ("principal", "model")
 COLUMN_BY_FIELD: dict[str, UsageColumn] = {"user_id": "principal", "api_key_id": "key", "model": "model"}
 FILTERS: dict[str, UsageColumn] = {"user_ids": "principal", "api_key_ids": "key", "models": "model"}
+UNKNOWN_FILTERS = ("project_ids", "batch")
+"""Filters of OpenAI that cannot be applied: without them the answer would be wrong."""
 Query = Sequence[tuple[str, str]]
 
 
@@ -120,6 +122,9 @@ def decode_usage_page(query: Query, today: int) -> UsagePage:
     values = dict(query)
     if values.get("bucket_width", "1d") != "1d":
         raise BadRequest("bucket_width: only 1d is supported", param="bucket_width")
+    for name in UNKNOWN_FILTERS:
+        if _list(query, name):
+            raise BadRequest(f"{name}: the usage has no such column", param=name)
     by: list[UsageColumn] = ["day"]
     for field in _list(query, "group_by"):
         if field not in COLUMN_BY_FIELD:
@@ -190,4 +195,5 @@ def _encode_result(entry: UsageEntry) -> dict[str, Any]:
         "model": None if entry.model is UNSET else entry.model,
         "batch": None,
         "service_tier": None,
+        "api_source": None,
     }

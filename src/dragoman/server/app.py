@@ -193,6 +193,7 @@ class App(BaseApp):
 
     async def read_usage(self, read: Callable[[Connection, Authenticator], T]) -> T:
         """Read the ledger, including the requests that have just ended."""
+        self._authenticator.refresh()
         await self.ledger.flush()
         return await self.database.read(lambda connection: read(connection, self._authenticator))
 

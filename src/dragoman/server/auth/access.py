@@ -121,6 +121,10 @@ class Authenticator:
             self._jwt.inherit_quotas(before._jwt)
         self._stored.inherit_quotas(before._stored)
 
+    def refresh(self) -> None:
+        """Read the store of keys now, if it has changed."""
+        self._stored.refresh()
+
     def callers(self) -> list[Caller]:
         """The callers with keys of the configuration and of the store, and anonymous ones if they are allowed."""
         anonymous = [] if self._anonymous is None else [self._anonymous]
@@ -200,7 +204,7 @@ class _StoredKeys:
         """Whether the store has ever contained a key. The keys that were `sent` may be its first ones."""
         is_due = time.monotonic() - self._checked_at >= CHECK_SECONDS
         if is_due or (not self._was_used and any(map(KEY_PATTERN.fullmatch, sent))):
-            self._refresh()
+            self.refresh()
         return self._was_used
 
     def find(self, sent: bytes, hashed: bytes) -> Caller | None:
@@ -210,7 +214,7 @@ class _StoredKeys:
         if form and not is_same:
             # The key or its secret may be new. The check is as cheap as a refusal: the store is read only if it has
             # changed.
-            self._refresh()
+            self.refresh()
             key, caller, is_same = self._compare(key_id, hashed, now)
             if not is_same and self._unreadable is not None:
                 raise self._unreadable
@@ -220,7 +224,7 @@ class _StoredKeys:
         key, caller = self._known.get(key_id, (None, None))
         return key, caller, (key or _NO_KEY).has_digest(hashed, now)
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         before = self._unreadable
         try:
             self._read()
