@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in ("DRAGOMAN_CONFIG", "DRAGOMAN_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path / "own"))
     Path("dragoman.yaml").write_text(CONFIG.format(port=free_port()))
     return tmp_path
 
