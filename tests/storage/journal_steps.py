@@ -1,6 +1,7 @@
 """Runs a `Journal` through random steps, on any store, and checks that store and journal agree afterwards.
 
 step := open | reserve | close | take          of the server
+      | short                                  a request that begins and ends before anything is written
       | write                                  the oldest group in flight is written, and the journal is told so
       | fail before | fail after               the same, but the journal is told of a failure; `after` wrote it
       | lose                                   another server takes this one for dead
@@ -8,6 +9,7 @@ step := open | reserve | close | take          of the server
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ from dragoman.storage.ledger_entries import (
     sum_usage,
 )
 
-STEPS = ("open", "reserve", "close", "take", "write", "fail before", "fail after", "lose", "kill")
+STEPS = ("open", "reserve", "close", "short", "take", "write", "fail before", "fail after", "lose", "kill")
 steps = st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 7)), max_size=60)
 """Steps, and numbers that choose an entry or a size."""
 RESERVED = 100
@@ -109,6 +111,8 @@ class JournalRun:
             self._open(number, has_reservation=name == "reserve")
         elif name == "close" and self.running:
             self._close(sorted(self.running)[number % len(self.running)])
+        elif name == "short":
+            self._open(number, is_put=False)
         elif name == "take":
             group = self.journal.take(number + 1)
             if group is not None:
@@ -145,7 +149,7 @@ class JournalRun:
         for name, entry in self.acknowledged.items():
             assert by_id[name] == entry or by_id[name].status == LOST
 
-    def _open(self, number: int, *, has_reservation: bool) -> None:
+    def _open(self, number: int, *, has_reservation: bool = False, is_put: bool = True) -> None:
         self.count += 1
         name = f"req-{self.count}"
         owner = ("", f"user:{number % 2}", "model")
@@ -154,14 +158,16 @@ class JournalRun:
         self.running[name] = entry
         if has_reservation:
             self.in_flight.append((self.journal.hold(entry), True))
-        else:
+        elif is_put:
             assert self.journal.put(entry)
+        else:
+            self._close(name, self.journal.add)
 
-    def _close(self, name: str) -> None:
+    def _close(self, name: str, put: Callable[[Entry], bool] | None = None) -> None:
         entry = self.running.pop(name)
         values = (entry.id, entry.server, entry.opened, entry.opened + 1, entry.key, entry.principal, "answered", 200)
         self.closed[name] = ended = Entry(*values, 3, 1, 4, 2, 5)
-        assert self.journal.put(ended)
+        assert (put or self.journal.put)(ended)
 
     def _end_write(self, *, is_written: bool, is_told: bool) -> None:
         group, is_reservation = self.in_flight.popleft()

@@ -27,17 +27,14 @@ def test_store_and_journal_agree_after_any_steps(made: list[tuple[str, int]]) ->
     assert not any(run.journal.knows(name) for name in run.closed)
 
 
-@given(st.lists(st.integers(0, 3), max_size=30))
-def test_full_journal_loses_only_ended_requests_and_counts_them(numbers: list[int]) -> None:
-    journal, accepted, refused = Journal(most=3), set[int](), 0
-    for number in numbers:
-        entry = msgspec.structs.replace(CLOSED, id=str(number % 4))
-        if journal.put(entry):
-            accepted.add(number % 4)
-        else:
-            refused += 1
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=30))
+def test_full_journal_loses_only_ended_requests_and_counts_them(made: list[tuple[bool, int]]) -> None:
+    journal, refused = Journal(most=3), 0
+    for number, (is_new, name) in enumerate(made):
+        entry = msgspec.structs.replace(CLOSED, id=f"new-{number}" if is_new else str(name))
+        refused += not (journal.add if is_new else journal.put)(entry)
+        assert len(journal) <= 3
     assert journal.lost == refused
-    assert len(journal) == len(accepted) <= 3
 
 
 def test_entry_that_is_known_is_accepted_by_a_full_journal() -> None:
@@ -48,6 +45,22 @@ def test_entry_that_is_known_is_accepted_by_a_full_journal() -> None:
     assert journal.put(CLOSED)
     group = journal.take(10)
     assert group == EntryGroup((CLOSED,))
+
+
+def test_new_entries_that_fail_are_looked_up_at_the_next_try() -> None:
+    journal = Journal()
+    other = msgspec.structs.replace(CLOSED, opened=86500.0)
+    assert journal.add(CLOSED)
+    assert journal.add(other)
+    group = journal.take(10)
+    assert group == EntryGroup((CLOSED, other), is_new=True)
+    journal.note_failed(group)
+    again = journal.take(10)
+    # A job ran twice: both entries are kept.
+    second = msgspec.structs.replace(other, id="req-1.86500.0")
+    assert again == EntryGroup((CLOSED, second), unknown_ids=frozenset({"req-1", second.id}))
+    journal.note_written(again)
+    assert not len(journal)
 
 
 def test_entries_in_flight_are_not_taken_again() -> None:

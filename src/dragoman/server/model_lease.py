@@ -9,7 +9,7 @@ A `LocalModelLease` is on a model of this process. A front end leases the models
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 import msgspec
 
@@ -128,7 +128,10 @@ class LocalModelLease(ModelLease):
         if model.spec is not None and model.spec.fallback is not None:
             fallbacks = [other for other in self._catalog.fallbacks(model) if self._caller.may_use(other.name)]
         if self._ledger is not None and request.estimate is not None:
-            await self._open_entry(self._ledger, request.estimate, [model, *fallbacks])
+            reserving = self._open_entry(self._ledger, request.estimate, [model, *fallbacks])
+            if reserving is not None:
+                await reserving
+            self.budget_warning = self._ledger.find_warning(self._caller.owner)
         # Set after the checks of quota and budgets: a fallback does not help a caller whose tokens are used up.
         self.fallbacks = tuple(other.name for other in fallbacks)
         self._host = host = model.host
@@ -143,14 +146,11 @@ class LocalModelLease(ModelLease):
         sampling = None if model.sampling is NO_DEFAULTS else model.sampling
         return LeaseInfo(model.name, model.label, self.fallbacks, sampling, ignored, fields, host.reads_headers)
 
-    async def _open_entry(self, ledger: Ledger, estimate: Estimate, models: Sequence[ServedModel]) -> None:
+    def _open_entry(self, ledger: Ledger, estimate: Estimate, models: Sequence[ServedModel]) -> Awaitable[None] | None:
         """Open the entry of the request in the ledger. Attempts with a fallback model belong to the same entry."""
-        owner, completion = self._caller.owner, estimate.completion(models[0].sampling.max_tokens)
+        completion = estimate.completion(models[0].sampling.max_tokens)
         labels = [model.label for model in models]
-        reserving = ledger.open(self._request_id, owner, labels, estimate.prompt, completion)
-        if reserving is not None:
-            await reserving
-        self.budget_warning = ledger.find_warning(owner)
+        return ledger.open(self._request_id, self._caller.owner, labels, estimate.prompt, completion)
 
     @property
     def supports(self) -> frozenset[str]:

@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 from sqlalchemy import Connection
 
 from dragoman.config.sections import MEMORY
@@ -33,7 +34,7 @@ from dragoman.protocols.usage import day_of
 from dragoman.storage import ledger_sql
 from dragoman.storage.budgets import BudgetPeriod, BudgetTable, Owner, Refusal, periods_at
 from dragoman.storage.database import Database
-from dragoman.storage.ledger_entries import Entry, EntryGroup, Journal, clip_tokens
+from dragoman.storage.ledger_entries import MAX_TOKENS, Entry, EntryGroup, Journal, clip_tokens
 from dragoman.storage.ledger_sql import RecentUse, WrittenGroup
 from dragoman.storage.prices import PriceTable
 
@@ -48,6 +49,16 @@ MOST_KNOWN = 10_000
 RECENT_SECONDS = 60.0
 
 T = TypeVar("T")
+
+
+class _NewRequest(msgspec.Struct, frozen=True, gc=False):
+    """A request that began since the last write. Most end before the next one: then it needs only one entry."""
+
+    opened: float
+    owner: Owner
+    models: Sequence[str]
+    prompt: int
+    completion: int
 
 
 class EndedRequest(Protocol):
@@ -73,7 +84,9 @@ class Ledger:
         self._database = database
         self._keeps_closed = database.address != MEMORY
         self._refusals = refusals
+        self._new: dict[str, _NewRequest] = {}
         self._open: dict[str, Entry] = {}
+        """The entries of the other requests. Both are by the ids of requests."""
         self._journal = Journal()
         self._warning: dict[str, list[BudgetPeriod]] = {}
         """Budgets that warn, by the entries that count for them and are not closed in the database."""
@@ -99,28 +112,39 @@ class Ledger:
 
         The first of `models` is requested; the others may answer instead, so the highest of their prices is reserved.
         """
-        now, prompt, completion = time.time(), clip_tokens(prompt), clip_tokens(completion)
-        cost = max([self._prices.price_of(model).cost(prompt, 0, completion) for model in models])
-        # A job may run twice with the same id, and its first entry may not be written yet.
-        entry_id = f"{request_id}.{now}" if self._journal.knows(request_id) else request_id
-        self._open[request_id] = entry = Entry(
-            *(entry_id, self._database.server, now, None, owner.key, owner.principal, models[0], None),
-            *(prompt, 0, completion, 0, cost),
-        )
+        new = _NewRequest(time.time(), owner, models, prompt, completion)
         budgets = self.budgets.budgets_of(owner)
-        if budgets:
-            periods = periods_at(budgets, day_of(now))
-            if warning := [period for period in periods if period.budget.action == "warn"]:
-                self._warning[entry_id] = warning
-            if refusing := [period for period in periods if period.budget.action == "refuse"]:
-                return self._reserve(entry, refusing)
+        if not budgets:
+            self._new[request_id] = new
+            if self._writing is None or self._writing.done():
+                self._start_writing()
+            return None
+        entry = self._open_entry(request_id, new)
+        periods = periods_at(budgets, day_of(entry.opened))
+        if warning := [period for period in periods if period.budget.action == "warn"]:
+            self._warning[entry.id] = warning
+        if refusing := [period for period in periods if period.budget.action == "refuse"]:
+            return self._reserve(entry, refusing)
         self._put(entry)
         return None
 
+    def _open_entry(self, request_id: str, new: _NewRequest) -> Entry:
+        prompt, completion, owner = clip_tokens(new.prompt), clip_tokens(new.completion), new.owner
+        cost = max([self._prices.price_of(model).cost(prompt, 0, completion) for model in new.models])
+        # A job may run twice with the same id, and its first entry may not be written yet.
+        entry_id = f"{request_id}.{new.opened}" if self._journal.knows(request_id) else request_id
+        self._open[request_id] = entry = Entry(
+            *(entry_id, self._database.server, new.opened, None, owner.key, owner.principal, new.models[0], None),
+            *(prompt, 0, completion, 0, cost),
+        )
+        return entry
+
     def find_warning(self, owner: Owner) -> str | None:
         """Describe the first budget of an owner that warns and is passed."""
-        today = day_of(time.time())
-        for period in periods_at(self.budgets.budgets_of(owner), today):
+        budgets = self.budgets.budgets_of(owner)
+        if not budgets:
+            return None
+        for period in periods_at(budgets, day_of(time.time())):
             budget, spent = period.budget, self._spent.get(period, 0)
             if budget.action == "warn" and spent >= budget.limit:
                 return f"{budget.describe(spent)}; begins anew on {period.end_text}"
@@ -128,28 +152,43 @@ class Ledger:
 
     def close(self, ended: EndedRequest) -> None:
         """Close the entry of a request, if it has one."""
-        entry = self._open.pop(ended.id, None)
-        if entry is None:
+        new = self._new.pop(ended.id, None)
+        if new is not None:
+            owner, server = new.owner, self._database.server
+            entry = self._closed(ended, ended.id, server, new.opened, owner.key, owner.principal, new.models[0])
+            self._note_full(self._journal.add(entry))
             return
-        model = ended.model or entry.model
+        opened = self._open.pop(ended.id, None)
+        if opened is not None:
+            owner_fields = (opened.key, opened.principal, opened.model)
+            self._put(self._closed(ended, opened.id, opened.server, opened.opened, *owner_fields))
+
+    def _closed(
+        self, ended: EndedRequest, entry_id: str, server: str, opened: float, key: str, principal: str, model: str
+    ) -> Entry:
+        model = ended.model or model
         counts = (ended.used_prompt, ended.cached_tokens, ended.used_completion, ended.reasoning_tokens)
-        prompt, cached, completion, reasoning = map(clip_tokens, counts)
+        prompt, cached, completion, reasoning = counts
+        if max(counts) > MAX_TOKENS or min(counts) < 0:
+            prompt, cached, completion, reasoning = map(clip_tokens, counts)
         cost = self._prices.price_of(model).cost(prompt, cached, completion)
-        self._put(
-            Entry(
-                *(entry.id, entry.server, entry.opened, time.time(), entry.key, entry.principal, model, ended.status),
-                *(prompt, cached, completion, reasoning, cost),
-            )
+        return Entry(
+            *(entry_id, server, opened, time.time(), key, principal, model, ended.status),
+            *(prompt, cached, completion, reasoning, cost),
         )
 
     def abandon(self, request_id: str) -> None:
         """Close the entry of a request whose result is unknown."""
+        new = self._new.pop(request_id, None)
+        if new is not None:
+            self._open_entry(request_id, new)
         entry = self._open.pop(request_id, None)
         if entry is not None:
             self._put(entry.as_lost(time.time()))
 
     async def flush(self) -> None:
         """Write what is waiting now. Returns without an error if the database is not available."""
+        self._put_new()
         self._submit_waiting()
         if self._writes:
             await asyncio.wait(self._writes)
@@ -207,17 +246,31 @@ class Ledger:
         self._spent = await self._database.read(read) | self._spent
 
     def _put(self, entry: Entry) -> None:
-        if not self._journal.put(entry):
+        is_put = self._journal.put(entry)
+        if not is_put:
             self._warning.pop(entry.id, None)
-            if self._journal.lost == 1:
-                log.error("%d entries of the ledger wait for the storage; further ones are lost", len(self._journal))
+        self._note_full(is_put)
         if self._writing is None or self._writing.done():
-            self._writing = asyncio.get_running_loop().create_task(self._write_regularly())
+            self._start_writing()
+
+    def _note_full(self, is_accepted: bool) -> None:
+        if not is_accepted and self._journal.lost == 1:
+            log.error("%d entries of the ledger wait for the storage; further ones are lost", len(self._journal))
+
+    def _start_writing(self) -> None:
+        self._writing = asyncio.get_running_loop().create_task(self._write_regularly())
+
+    def _put_new(self) -> None:
+        """Open the entries of requests that still run."""
+        new, self._new = self._new, {}
+        for request_id, request in new.items():
+            self._journal.put(self._open_entry(request_id, request))
 
     async def _write_regularly(self) -> None:
         """Write groups until nothing is waiting."""
-        while len(self._journal):
+        while self._new or len(self._journal):
             await asyncio.sleep(WRITE_SECONDS)
+            self._put_new()
             while (written := self._submit_oldest()) is not None:
                 await asyncio.wait([written])
                 if written.cancelled() or written.exception() is not None:

@@ -11,12 +11,12 @@ Rules
 3. If the result of a request is unknown, because its server or front end died, its entry is closed as `LOST` with the
    counts that were reserved.
 4. After a write that failed it is unknown what the database has. It is looked up before the next try.
-5. Entries are written in the order in which they were opened. They wait while the database is not available. When
-   too many wait, closed entries are lost, and counted in `Journal.lost`.
+5. Entries wait while the database is not available. When too many wait, closed entries are lost, and counted in
+   `Journal.lost`.
 6. The sums of each day contain exactly the closed entries that were opened on it. They change in the same transaction.
 """
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import NamedTuple
 
@@ -70,11 +70,13 @@ class EntryGroup(NamedTuple):
     """Those that the database has as open, unless another server took this one for dead."""
     unknown_ids: frozenset[str] = frozenset()
     """Those that a write which failed may have written."""
+    is_new: bool = False
+    """Whether all are closed and this is the first try to write them."""
 
     def split(self) -> "list[EntryGroup]":
         """Each entry as a group of its own."""
         parts = ((entry, frozenset((entry.id,))) for entry in self.entries)
-        return [EntryGroup((entry,), self.open_ids & ids, self.unknown_ids & ids) for entry, ids in parts]
+        return [EntryGroup((entry,), self.open_ids & ids, self.unknown_ids & ids, self.is_new) for entry, ids in parts]
 
     @property
     def looked_up(self) -> frozenset[str]:
@@ -138,6 +140,8 @@ class Journal:
 
     def __init__(self, most: int = MAX_WAITING) -> None:
         self._most = most
+        self._new: list[Entry] = []
+        """Entries of requests that began and ended since the last write: most of all, so they cost the least."""
         self._waiting: dict[str, Entry] = {}
         """Oldest first, until they are written."""
         self._in_flight: set[str] = set()
@@ -148,11 +152,19 @@ class Journal:
         self.lost = 0
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._new) + len(self._waiting)
+
+    def add(self, entry: Entry) -> bool:
+        """Add a closed entry that was never put. False if too many wait."""
+        if len(self._new) + len(self._waiting) >= self._most:
+            self.lost += 1
+            return False
+        self._new.append(entry)
+        return True
 
     def put(self, entry: Entry) -> bool:
         """Add an entry that was opened or closed. False if too many wait; a closed entry is lost then."""
-        if len(self._waiting) >= self._most and not self.knows(entry.id):
+        if len(self) >= self._most and not self.knows(entry.id):
             self.lost += entry.closed is not None
             return False
         self._waiting[entry.id] = entry
@@ -160,12 +172,18 @@ class Journal:
 
     def knows(self, entry_id: str) -> bool:
         """Whether an entry with this id is not closed in the database, or may not be."""
-        known: tuple[Container[str], ...] = (self._waiting, self._open, self._unknown, self._in_flight)
-        return any(entry_id in group for group in known)
+        return (
+            entry_id in self._waiting
+            or entry_id in self._open
+            or entry_id in self._unknown
+            or entry_id in self._in_flight
+        )
 
     def take(self, most: int) -> EntryGroup | None:
-        """Return the oldest waiting entries, to be written now. Then call `note_written`,
-        `note_failed` or `drop`."""
+        """Return waiting entries, to be written now. Then call `note_written`, `note_failed` or `drop`."""
+        if self._new:
+            new, self._new = tuple(self._new[:most]), self._new[most:]
+            return EntryGroup(new, is_new=True)
         waiting = (entry for entry in self._waiting.values() if entry.id not in self._in_flight)
         entries = tuple(islice(waiting, most))
         if not entries:
@@ -180,6 +198,8 @@ class Journal:
         return EntryGroup((entry,))
 
     def note_written(self, group: EntryGroup) -> None:
+        if group.is_new:
+            return
         for entry in group.entries:
             self._in_flight.discard(entry.id)
             self._unknown.discard(entry.id)
@@ -193,6 +213,12 @@ class Journal:
     def note_failed(self, group: EntryGroup) -> None:
         """The entries wait for the next try."""
         for entry in group.entries:
+            if group.is_new:
+                # A job may have run twice with the same id.
+                entry = (
+                    msgspec.structs.replace(entry, id=f"{entry.id}.{entry.opened}") if self.knows(entry.id) else entry
+                )
+                self._waiting[entry.id] = entry
             self._in_flight.discard(entry.id)
             self._unknown.add(entry.id)
 
@@ -205,7 +231,8 @@ class Journal:
         """Give up entries that the database does not accept."""
         for entry in group.entries:
             self.lost += entry.closed is not None
-            self._forget(entry.id)
+            if not group.is_new:
+                self._forget(entry.id)
 
     def _forget(self, entry_id: str) -> None:
         for known in (self._in_flight, self._unknown, self._open):
