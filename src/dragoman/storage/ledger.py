@@ -209,7 +209,7 @@ class Ledger:
             found = await self._close_some_lost()
             count += found
         if count:
-            log.warning("%d requests ended with their server; what they had reserved counts as used", count)
+            log.warning("requests that ended with their server: %d; what they had reserved counts as used", count)
 
     async def _close_some_lost(self) -> int:
         server, now = self._database.server, time.time()
