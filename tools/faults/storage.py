@@ -1,4 +1,4 @@
-"""Servers that are killed while they write to their storage, and a process that only writes.
+"""Servers that are killed while they write to their storage, a process that only writes, and a full disk.
 
 `server_killed` runs servers of its own in one folder, one after the other. Clients note what a server acknowledges; the
 next one must have it. Another kind of state needs a `Client` and a line in `CLIENTS`.
@@ -10,8 +10,8 @@ import sqlite3
 import sys
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager, closing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,8 +20,9 @@ import httpx
 
 from dragoman.config.sections import BudgetLimit, KeyLimits
 from dragoman.storage.keys import KeyStore
-from tools.faults.judge import Scenario
-from tools.faults.trial import KEY, REQUEST_SECONDS, Trial
+from tools.faults.judge import Scenario, Setup
+from tools.faults.system import fill, small_disk
+from tools.faults.trial import ANSWERED, KEY, PROBE, PROBE_TEXT, REQUEST_SECONDS, Trial
 from tools.server import Server, run_server
 
 OLDEST_SECONDS = 1.0
@@ -29,6 +30,8 @@ CLIENTS_OF_A_KIND = 3
 SECONDS_OF_A_KILL = 2.0
 """For the time limit of `storage_killed`; it usually takes a tenth."""
 BUDGET_TOKENS = 10**9
+DISK_BYTES = 32 * 2**20
+"""More than SQLite's log of changes needs, which is about 4 MiB."""
 MODELS = {
     "fast": {"engine": "scripted", "replies": [{"output": "one two three"}]},
     "paced": {"engine": "scripted", "slots": 8, "tokens_per_second": 20, "replies": [{"output": "word " * 8}]},
@@ -40,6 +43,7 @@ SELECT CAST(opened / 86400 AS INTEGER), key, principal, model, count(*), sum(pro
 FROM ledger WHERE closed IS NOT NULL GROUP BY 1, 2, 3, 4 ORDER BY 1, 2, 3, 4
 """
 USAGE = "SELECT * FROM usage ORDER BY 1, 2, 3, 4"
+Send = Callable[[httpx.AsyncClient], Awaitable[httpx.Response]]
 
 
 class Client(ABC):
@@ -187,7 +191,55 @@ async def storage_killed(trial: Trial) -> None:
             trial.figures[name] = figure
 
 
+@contextmanager
+def small_storage(folder: Path) -> Iterator[Setup]:
+    with small_disk(folder, DISK_BYTES) as setup:
+        disk: Path = setup.resource
+        yield Setup({}, {"storage": str(disk / "dragoman.db"), "keys": {"store": "keys.db"}}, resource=disk)
+
+
+async def storage_full(trial: Trial) -> None:
+    """No room for the database and for files. Owners with a budget and uploads get 503; others do not notice."""
+    disk: Path = trial.resource
+    limits = KeyLimits(budgets=(BudgetLimit(per="month", tokens=BUDGET_TOKENS),))
+    key, _ = KeyStore(trial.folder / "keys.db").create("anna", limits=limits)
+    async with _http(trial.server, key) as http:
+        for number in range(trial.times):
+            filling = fill(disk)
+            async with trial.load(PROBE, 2, ANSWERED, PROBE_TEXT):
+                for send in (_ask, _upload):
+                    await trial.wait(lambda: _is_refused(http, send), "503 storage_unavailable on a full disk")  # noqa: B023
+            filling.unlink()
+            for send in (_ask, _upload):
+                await trial.wait(lambda: _is_answered(http, send), "answered when there is room again")  # noqa: B023
+            trial.figures["refused"] = f"{number + 1} times"
+        await trial.wait(lambda: query(disk, SUMS) == query(disk, USAGE), "the sums are those of the entries")
+    trial.expect(query(disk, "PRAGMA integrity_check") == [("ok",)], "the database is damaged")
+    left = await asyncio.to_thread(lambda: list(disk.glob("dragoman.db-blobs/new/*")))
+    trial.expect(not left, "temporary files are left")
+
+
+async def _ask(http: httpx.AsyncClient) -> httpx.Response:
+    body = {"model": PROBE, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 100}
+    return await http.post("/v1/chat/completions", json=body)
+
+
+async def _upload(http: httpx.AsyncClient) -> httpx.Response:
+    files = {"file": ("a.txt", Random().randbytes(20_000))}
+    return await http.post("/v1/files", files=files, data={"purpose": "user_data"})
+
+
+async def _is_refused(http: httpx.AsyncClient, send: Send) -> bool:
+    reply = await send(http)
+    return reply.status_code == 503 and reply.json()["error"]["code"] == "storage_unavailable"
+
+
+async def _is_answered(http: httpx.AsyncClient, send: Send) -> bool:
+    return (await send(http)).status_code == 200
+
+
 SCENARIOS = {
     "server_killed": Scenario(server_killed, 250, 3),
     "storage_killed": Scenario(storage_killed, 1000, 200),
+    "storage_full": Scenario(storage_full, 20, 1, setup=small_storage),
 }

@@ -51,11 +51,11 @@ time.time_ns = lambda: _time_ns() + int(_jump() * 1e9)
 
 
 @contextmanager
-def small_disk(folder: Path) -> Iterator[Setup]:
+def small_disk(folder: Path, size: int = DISK_BYTES) -> Iterator[Setup]:
     """A file system of a few megabytes, and a model to download that is larger than that."""
     disk = folder / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(disk)]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
     if done.returncode:
         raise Skipped(f"a small file system cannot be mounted: {done.stderr.strip()}")
