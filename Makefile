@@ -41,8 +41,9 @@ lint: $(VENV)/.installed-dev ## formatting, lint, types, directions of imports
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 
-bench: $(VENV)/.installed-dev ## speed of the front end, of the llama engine, and of replies that are kept to a schema
+bench: $(VENV)/.installed-dev ## speed of the front end, of the ledger, of the llama engine, and of replies that are kept to a schema
 	@$(BIN)/python -m bench.frontend $(ARGS)
+	@$(BIN)/python -m bench.storage $(ARGS)
 	@$(BIN)/dragoman pull smollm2
 	@$(BIN)/python -m bench.constraints $(ARGS)
 	@$(BIN)/python -m bench.engine $(ARGS)
@@ -52,7 +53,7 @@ soak: $(VENV)/.installed-dev ## soak tests: 1,000 streams and mixed load, an hou
 	@$(BIN)/dragoman pull smollm2
 	@$(BIN)/python -m tools.soak $(ARGS)
 
-faults: $(VENV)/.installed-dev ## fault injection: killed processes, a full disk, bad clients and upstreams; ARGS="disk_full --times 3"
+faults: $(VENV)/.installed-dev ## fault injection: killed processes and servers, full disks, bad clients and upstreams; ARGS="disk_full --times 3"
 	@$(BIN)/python -m tools.faults $(ARGS)
 
 fairness: $(VENV)/.installed-dev ## how long one key waits while another attacks; ARGS="smollm2 --attack long_streams"

@@ -35,7 +35,7 @@ RUN_EXAMPLES = ROOT / "tests" / "support" / "run_examples.py"
 TIMEOUT_SECONDS = 120
 """For the scripts or the tests of one page."""
 
-CLIENT_ONLY = {"QuotaExhausted", "MalformedToolCall", "OutputMismatch", "StepLimitReached"}
+CLIENT_ONLY = {"MalformedToolCall", "OutputMismatch", "StepLimitReached"}
 SERVER_ONLY = {
     *("EngineFailed", "EngineDied", "EngineTimeout", "DeadlineExceeded", "ModelFailed", "StorageUnavailable"),
     *("InvalidConfig", "ThreadUnsupported", "PreviousResponseNotFound", "TokensLimited", "RequestTimeout"),
