@@ -1,7 +1,9 @@
 """The ledger on real databases."""
 
+import asyncio
 import logging
 import sqlite3
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -115,6 +117,21 @@ async def test_request_is_counted_once_with_its_tokens_and_cost(database: Databa
         assert not kept
     else:
         assert [(entry.id, entry.status, entry.cost) for entry in kept] == [("req-1", 200, 115_000)]
+
+
+async def test_flush_writes_a_request_that_ended_while_its_begin_was_being_written(database: Database) -> None:
+    may_write = threading.Event()
+    ledger = open_ledger(database)
+    database.submit(lambda _: may_write.wait(60))
+    ledger.open("req-1", ANNA, ["echo"], 100, 20)
+    first = asyncio.create_task(ledger.flush())
+    await asyncio.sleep(0)
+    ledger.close(ended("req-1", prompt_tokens=3))
+    second = asyncio.create_task(ledger.flush())
+    await asyncio.sleep(0)
+    may_write.set()
+    await asyncio.gather(first, second)
+    assert list((await sums_in(database)).values()) == [[1, 3, 0, 0, 0, 0]]
 
 
 async def test_tokens_of_a_cancelled_request_count(database: Database) -> None:

@@ -277,6 +277,9 @@ def main() -> int:
             found.acknowledged.setdefault(name, {})[thing] = value
             count += 1
         asyncio.run(check(folder, found))
+        if found.problems:
+            # Report it once, not after every further kill of this folder.
+            found.acknowledged.clear()
         for problem in found.problems:
             print(f"problem after kill {number}, seed {arguments.seed}: {problem}")
         found.problems.clear()

@@ -189,6 +189,12 @@ class Ledger:
     async def flush(self) -> None:
         """Write what is waiting now. Returns without an error if the database is not available."""
         self._put_new()
+        await self._write_waiting()
+        if len(self._journal) and not self._is_failing:
+            # Entries that were being opened in the database when their requests ended.
+            await self._write_waiting()
+
+    async def _write_waiting(self) -> None:
         self._submit_waiting()
         if self._writes:
             await asyncio.wait(self._writes)
