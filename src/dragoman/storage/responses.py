@@ -178,7 +178,7 @@ class ResponseStore:
 
     async def close_lost(self) -> list[LostResponse]:
         """End responses that run no more. Take over queued ones of servers that died, which must be started."""
-        if not self._database.is_open:
+        if self._bounds is not None and not self._database.is_open:
             return []
         for response_id in list(self._lost):
             await self.end_early(response_id, "failed", "server_error", LOST)

@@ -66,7 +66,7 @@ async def send_events(app: BaseApp, exchange: HttpExchange, response_id: str, af
         raise BadRequest(message, param="stream")
     response.is_streaming = True
     while page is not None:
-        if page.frames:
+        if page.frames or not response.is_started:
             await response.write(page.frames)
         if page.has_ended:
             break
