@@ -67,7 +67,7 @@ def wait_for(client: OpenAI, response_id: str, *statuses: str) -> Response:
 
 def events_of(client: OpenAI, response_id: str, after: int = -1) -> list[Any]:
     """All events of a response that come after one, validated strictly, and without a gap."""
-    asked = {} if after < 0 else {"starting_after": after}
+    asked: dict[str, Any] = {} if after < 0 else {"starting_after": after}
     with client.responses.with_streaming_response.retrieve(response_id, stream=True, **asked) as response:
         body = response.read().decode()
     blocks = [block for block in body.split("\n\n") if block and not block.startswith(":")]
