@@ -397,11 +397,3 @@ def encode_usage(usage: Usage) -> Mapping[str, Any]:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning},
         "total_tokens": usage.prompt + usage.completion,
     }
-
-
-def encode_count(tokens: int) -> dict[str, Any]:
-    return {"object": "response.input_tokens", "input_tokens": tokens}
-
-
-def encode_deleted(response_id: str) -> dict[str, Any]:
-    return {"id": response_id, "object": "response", "deleted": True}

@@ -340,3 +340,7 @@ def _echoed_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") == "namespace":
         return {**tool, "description": tool.get("description") or "", "tools": list(tool.get("tools") or ())}
     return dict(tool)
+
+
+def encode_count(tokens: int) -> dict[str, Any]:
+    return {"object": "response.input_tokens", "input_tokens": tokens}

@@ -135,3 +135,7 @@ def encode_conversation(conversation_id: str, created: float, metadata: bytes) -
 
 def encode_deleted_conversation(conversation_id: str) -> dict[str, Any]:
     return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+
+
+def encode_deleted(response_id: str) -> dict[str, Any]:
+    return {"id": response_id, "object": "response", "deleted": True}

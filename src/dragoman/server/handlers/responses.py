@@ -107,7 +107,7 @@ async def count(app: App, exchange: HttpExchange) -> None:
     body = await exchange.read_body(app.settings.limits, wire.parse)
     response_request = await _read_request(app, exchange, body)
     tokens = await count_prompt(app, exchange, response_request.request)
-    await exchange.response.send_json(wire_encoder.encode_count(tokens))
+    await exchange.response.send_json(wire.encode_count(tokens))
 
 
 async def _read_request(app: BaseApp, exchange: HttpExchange, body: wire.ParsedRequest) -> wire.ResponseRequest:

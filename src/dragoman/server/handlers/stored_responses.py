@@ -10,7 +10,6 @@ Rules
 import msgspec
 
 from dragoman.core.errors import BadRequest, NotFound, UnsupportedParameter, quote
-from dragoman.protocols.responses import encoder as wire_encoder
 from dragoman.protocols.responses import items as wire_items
 from dragoman.protocols.responses import stored as wire
 from dragoman.server.app import App
@@ -81,7 +80,7 @@ async def delete(app: App, exchange: HttpExchange) -> None:
     if not await app.responses.delete(exchange.record.principal, response_id):
         raise _not_found(response_id)
     await app.background.cancel(response_id)
-    await exchange.response.send_json(wire_encoder.encode_deleted(response_id))
+    await exchange.response.send_json(wire.encode_deleted(response_id))
 
 
 async def cancel(app: App, exchange: HttpExchange) -> None:
