@@ -166,6 +166,16 @@ async def test_response_that_ended_does_not_change(kept: ResponseStore) -> None:
     assert await numbers(kept, "r1") == [0, 1]
 
 
+async def test_response_that_is_kept_is_not_recorded_again(kept: ResponseStore) -> None:
+    """As if the client had left while the end was stored."""
+    await kept.keep(ended("r1", events=frames(0, "a")))
+    assert not await record(kept, "r1", frames(0, "a"), is_first=True)
+    await kept.end_early("r1", "cancelled", "", "")
+    found = await kept.find("ann", "r1")
+    assert found is not None
+    assert found.status == "completed"
+
+
 async def test_deleted_response_does_not_come_back(kept: ResponseStore) -> None:
     await record(kept, "r1", frames(0, "a"), is_first=True)
     assert await kept.delete("ann", "r1")

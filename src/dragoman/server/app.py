@@ -230,6 +230,7 @@ class App(BaseApp):
         if self._is_stopped:
             return
         self._is_stopped = True
+        self.stop_requests()
         await self.background.stop(0, asyncio.Event())
         await self.tasks.finish()
         await self.catalog.stop()

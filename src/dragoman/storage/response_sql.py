@@ -141,6 +141,9 @@ def _insert_events(connection: Connection, response_id: str, events: RecordedEve
 def record(connection: Connection, recording: Recording, server: str, expires: float) -> bool:
     response = recording.response
     if recording.is_first and not response.is_background:
+        if connection.execute(select(responses.c.id).where(responses.c.id == response.id)).one_or_none() is not None:
+            # Its end was stored while its client left.
+            return False
         insert_response(connection, response, server, expires)
     elif recording.is_first:
         is_queued = and_(responses.c.id == response.id, responses.c.status == "queued", responses.c.server == server)
