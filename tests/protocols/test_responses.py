@@ -266,8 +266,9 @@ WRONG: list[tuple[dict[str, Any], type[DragomanError], str]] = [
     ({"text": {"format": {"type": "json_schema", "name": "p"}}}, BadRequest, "text.format.schema"),
     ({"text": {"format": {"type": "yaml"}}}, BadRequest, "text.format.type"),
     ({"n": 2}, BadRequest, "n"),
-    ({"background": True}, NotSupported, "background"),
-    ({"conversation": "conv_1"}, NotSupported, "conversation"),
+    ({"background": True, "store": False}, BadRequest, "background"),
+    ({"conversation": "conv_1", "previous_response_id": "resp_1"}, BadRequest, "conversation"),
+    ({"conversation": {"name": "x"}}, BadRequest, "conversation.id"),
     ({"prompt": {"id": "pmpt_1"}}, NotSupported, "prompt"),
 ]
 

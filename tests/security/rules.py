@@ -39,6 +39,7 @@ RULES: dict[str, Rule] = {
     "/v1/responses": Rule("responses", {"POST": 400, "GET": 405}),
     "/v1/responses/input_tokens": Rule("responses", {"POST": 400}),
     "/v1/files": Rule("files", {"POST": 415, "GET": 200}),
+    "/v1/conversations": Rule("responses", {"POST": 200}),
     "/v1/embeddings": Rule("embeddings", {"POST": 400}),
     "/v1/rerank": Rule("rerank", {"POST": 400}),
     "/tokenize": Rule("tokens", {"POST": 400}),
@@ -56,6 +57,7 @@ RULES_BELOW: dict[str, tuple[str, Rule]] = {
     "/v1/models/": ("echo", Rule("models", {"GET": 200})),
     "/v1/responses/": ("resp_0", Rule("responses", {"GET": 404, "DELETE": 404, "POST": 404})),
     "/v1/files/": ("file-0", Rule("files", {"GET": 404, "DELETE": 404})),
+    "/v1/conversations/": ("conv_0", Rule("responses", {"GET": 404, "DELETE": 404, "POST": 400})),
     "/admin/models/": ("echo/load", Rule("admin", {"POST": 200})),
 }
 """By prefix: a name below it that the matrix asks for, and the rule for all names."""

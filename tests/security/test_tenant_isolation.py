@@ -119,7 +119,8 @@ def take(world: World, action: str, tenant: Tenant, what: int) -> None:
         assert answer.status_code in (200, 404), answer.text
     elif not is_own:
         missing = perform(tenant, action, MISSING, MISSING_ITEM)
-        assert answer.status_code == 404, answer.text
+        # OpenAI's status for an unknown `previous_response_id`.
+        assert answer.status_code == (400 if action in ("continue", "count") else 404), answer.text
         assert shape(answer, chosen.id, item) == shape(missing, MISSING, MISSING_ITEM)
     elif action in ("continue", "refer"):
         remember(world, tenant, answer)

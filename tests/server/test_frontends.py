@@ -81,7 +81,7 @@ def test_responses_are_shared(pair: Running) -> None:
         second = other.post("/v1/responses", json=body).json()
         assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
         unknown = one.post("/v1/responses", json=body | {"previous_response_id": "resp_gone"})
-        refused(unknown, 404, param="previous_response_id")
+        refused(unknown, 400, param="previous_response_id")
         items = one.get(f"/v1/responses/{second['id']}/input_items").json()["data"]
         assert [item["content"][0]["text"] for item in items] == ["more", "remember me", "remember me"]
         stream = one.post("/v1/responses", json={"model": "echo", "input": "x", "stream": True}).text

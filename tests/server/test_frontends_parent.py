@@ -28,7 +28,8 @@ from dragoman.server.frontends.remote import ParentConnection, RemoteResponses
 from dragoman.server.frontends.supervisor import FrontEndConnection
 from dragoman.server.model_lease import LeaseRequest
 from dragoman.server.routes import ENGINES_ONLY, build_app, build_routes
-from dragoman.storage.response_store import MemoryResponseStore, StoredResponse
+from dragoman.storage.response_values import StoredResponse
+from dragoman.storage.responses import ResponseStore
 
 pytestmark = pytest.mark.anyio
 
@@ -184,14 +185,14 @@ class FailingApp(App):
         raise RuntimeError("unexpected")
 
 
-class FailingStore(MemoryResponseStore):
+class FailingStore(ResponseStore):
     async def find(self, principal: str, response_id: str) -> StoredResponse | None:
         raise RuntimeError("unexpected")
 
 
 async def test_internal_errors_fail_only_their_request() -> None:
     app = FailingApp(build_routes(ENGINES_ONLY), ENGINES_ONLY, [ScriptedEngine()])
-    app.responses = FailingStore(count=1, size=1, seconds=1)
+    app.responses = FailingStore(app.database, ENGINES_ONLY)
     async with linked(app) as parent:
         failure = (await enter_quota(parent, b"")).failure
         assert failure is not None

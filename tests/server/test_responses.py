@@ -14,7 +14,7 @@ from dragoman.engines.scripted import ScriptedEngine
 from dragoman.protocols.responses import items, server
 from tests.protocols.response_events import accumulated, read
 from tests.support.raw_http import raw
-from tests.support.requests import in_process, refused, talking
+from tests.support.requests import eventually, in_process, refused, talking
 from tests.support.server_process import Running, server_fixture
 
 RESPONSES = "/v1/responses"
@@ -31,6 +31,7 @@ running = server_fixture(
         },
         "default": "echo",
         "api_keys": ["ann", "bob"],
+        "storage": "memory",
         "limits": {"kept_responses": 3, "kept_bytes": 20_000, "keepalive_seconds": 0.1},
     }
 )
@@ -53,11 +54,21 @@ def status(client: httpx.Client, response: dict[str, Any]) -> int:
     return client.get(f"{RESPONSES}/{response['id']}").status_code
 
 
-def test_unstored_and_failed_responses_are_not_found(ann: httpx.Client) -> None:
+def test_unstored_response_is_not_found(ann: httpx.Client) -> None:
     assert status(ann, create(ann, store=False)) == 404
+    reply = ann.post(RESPONSES, json={"input": "hello", "stream": True, "store": False})
+    assert status(ann, read(reply.content)[-1]["response"]) == 404
+
+
+def test_failed_stream_is_stored(ann: httpx.Client) -> None:
     frames = read(ann.post(RESPONSES, json={"input": "hello", "model": "failing", "stream": True}).content)
-    assert frames[-1]["type"] == "response.failed"
-    assert status(ann, frames[-1]["response"]) == 404
+    failed = frames[-1]["response"]
+    # It is stored after its end was sent.
+    assert eventually(lambda: status(ann, failed) == 200)
+    assert ann.get(f"{RESPONSES}/{failed['id']}").json() == failed
+    assert read(ann.get(f"{RESPONSES}/{failed['id']}?stream=true").content) == frames
+    reply = ann.post(RESPONSES, json={"input": "on", "previous_response_id": failed["id"]})
+    assert "is failed" in refused(reply, 400, param="previous_response_id")
 
 
 def test_oldest_responses_are_evicted(ann: httpx.Client) -> None:
@@ -105,7 +116,11 @@ def test_invalid_page_parameters(ann: httpx.Client, query: str, param: str) -> N
 
 def test_unknown_responses_and_paths(ann: httpx.Client) -> None:
     place = f"{RESPONSES}/{create(ann)['id']}"
-    refused(ann.get(f"{place}?stream=true"), 501, param="stream")
+    refused(ann.get(f"{place}?stream=true"), 400, param="stream")
+    refused(ann.get(f"{place}?stream=perhaps"), 400, param="stream")
+    for after in ("x", "-1", "9" * 20):
+        refused(ann.get(f"{place}?stream=true&starting_after={after}"), 400, param="starting_after")
+    refused(ann.get(f"{place}?starting_after=1"), 400, param="starting_after")
     refused(ann.get(f"{place}/elsewhere"), 404)
     refused(ann.post(f"{place}/elsewhere"), 404)
     refused(ann.post(place), 404)

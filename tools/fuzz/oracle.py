@@ -41,6 +41,7 @@ STREAMS = frozenset({"chat", "completions", "messages", "responses"})
 OPENAI_PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank"),
     "/v1/organization/",
+    "/v1/conversations",
 )
 SHARED_PATHS = frozenset({"/v1/chat/completions/render", "/v1/chat/completions/input_tokens"})
 """Errors are in the words of the caller's protocol."""

@@ -68,6 +68,7 @@ GETS = (
         "/v1/models?limit=0&after_id=echo",
     ),
 )
+CONVERSATIONS = "/v1/conversations"
 ODD_PATHS = (
     *("/v1/models/%00", "/v1//models", "/../etc/passwd", "/v1/models/../../x", "/v1/chat/completions/", "/%ff", "/%"),
     *(
@@ -75,6 +76,8 @@ ODD_PATHS = (
         "/v1/models/%e2%98%83",
         "/v1/responses/x",
         "/v1/responses/x/input_items",
+        "/v1/conversations/x",
+        "/v1/conversations/%00/items?limit=1000",
         "/favicon.ico",
     ),
     *("/v1/files", "/v1/files/x", "/v1/files/x/content", "/v1/files/%00", "/v1/files?after=%ff&limit=3", "/v1/files/"),
@@ -117,7 +120,7 @@ def case(engine: str, seed: str, number: int) -> HttpCase:
     if kind < 0.88:
         return HttpCase(tuple(forms.session(random)))
     if kind < 0.92:
-        return HttpCase(tuple(_session(random, profile)))
+        return HttpCase(tuple(random.choice((_session, _session, _conversation, _background))(random, profile)))
     if kind < 0.97:
         return HttpCase((_get(random),))
     return HttpCase((_operator(random, profile) if kind > 0.999 else _odd_method(random),))
@@ -266,7 +269,7 @@ def _odd_method(random: Random) -> Request:
         origin = (("origin", "https://app.example"), ("access-control-request-method", "POST"))
         return Request(method, path, b"", origin, frozenset({401}))
     body = b"{}" if method != "GET" and random.random() < 0.5 else b""
-    expect = {404, 405} if "/v1/models/" in path or "/v1/responses/" in path else {405}
+    expect = {404, 405} if "/v1/models/" in path or "/v1/responses/" in path or "/v1/conversations/" in path else {405}
     return Request(method, path, body, (BEARER, JSON), frozenset(expect))
 
 
@@ -310,3 +313,41 @@ def _session(random: Random, profile: Profile) -> list[Request]:
             made.append(Request("GET", by_id, b"", (BEARER,), frozenset({404})))
             return made
     return made
+
+
+def _conversation(random: Random, profile: Profile) -> list[Request]:
+    """A conversation, which responses of two tenants try to continue."""
+    items = [{"role": "user", "content": bodies.words(random)} for _ in range(random.randint(0, 3))]
+    made = [Request("POST", CONVERSATIONS, values.encoded({"items": items}), (JSON, BEARER))]
+    by_id = f"{CONVERSATIONS}/{LAST_ID.decode()}"
+    other = _replaced((BEARER,), authorization=f"Bearer {KEYS[1]}")
+    limits = ("", "?limit=1", "?order=asc", "?limit=0", "?after=x")
+    kind = random.randrange(5)
+    if kind == 0:
+        made.append(Request("GET", by_id, b"", (BEARER,)))
+    elif kind == 1:
+        made.append(Request(random.choice(("GET", "DELETE")), by_id, b"", other, frozenset({404})))
+    elif kind == 2:
+        made.append(Request("GET", f"{by_id}/items{random.choice(limits)}", b"", (BEARER,), OK | {400, 404}))
+    elif kind == 3:
+        added = random.choice(({"items": items}, {"items": 5}, {}, {"items": [{"role": "bob"}]}))
+        made.append(Request("POST", f"{by_id}/items", values.encoded(added), (JSON, BEARER), OK | {400}))
+    else:
+        model = "poet" if profile.name == "scripted" else "smollm2"
+        body = {"input": "more", "model": model, "max_output_tokens": 16, "conversation": LAST_ID.decode()}
+        sender, expect = random.choice(((BEARER, OK), (other[0], frozenset({404}))))
+        made.append(Request("POST", "/v1/responses", values.encoded(body), (JSON, sender), expect))
+    return made
+
+
+def _background(random: Random, profile: Profile) -> list[Request]:
+    """A background response, which is read, streamed, cancelled or deleted while it runs."""
+    model = "poet" if profile.name == "scripted" else "smollm2"
+    body = {"input": bodies.words(random), "max_output_tokens": 16, "model": model, "background": True}
+    by_id = "/v1/responses/" + LAST_ID.decode()
+    following = (
+        Request("GET", by_id, b"", (BEARER,)),
+        Request("POST", f"{by_id}/cancel", b"", (BEARER,)),
+        Request("DELETE", by_id, b"", (BEARER,)),
+    )
+    return [Request("POST", "/v1/responses", values.encoded(body), (JSON, BEARER)), random.choice(following)]

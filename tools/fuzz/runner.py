@@ -329,6 +329,6 @@ class HttpRun:
 
 
 def _id_of(reply: Reply) -> bytes | None:
-    """The id of a stored response or file."""
-    at = 1 if reply.body.startswith(b'{"id":"file-') else reply.body.find(b'"id":"resp_')
+    """The id of a stored response, file or conversation."""
+    at = 1 if reply.body.startswith((b'{"id":"file-', b'{"id":"conv_')) else reply.body.find(b'"id":"resp_')
     return reply.body[at + 6 : reply.body.find(b'"', at + 6)] if at >= 0 else None

@@ -187,7 +187,7 @@ def _check_generation(kind: str, reply: Any) -> None:
     elif kind == "messages":
         if reply.stop_reason is None:
             raise Wrong("a message without a stop reason")
-    elif reply.status not in ("completed", "incomplete"):
+    elif reply.status not in (("queued",) if reply.background else ("completed", "incomplete")):
         raise Wrong(f"a response that is {reply.status}")
 
 

@@ -34,7 +34,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     choices: Count = 128
     stop_strings: Count = 32
     kept_responses: Count = 1000
-    """Stored responses, for `previous_response_id`."""
+    """Stored responses. The three limits apply only to a database in memory."""
     kept_bytes: Count = 64 * 1024 * 1024
     kept_seconds: Seconds = 24 * 3600.0
 

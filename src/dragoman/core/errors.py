@@ -2,10 +2,11 @@
 
     DragomanError
     ├── BadRequest 400 ── ContextTooLong ── NoRoomForReply
-    │                     InvalidConfig, InvalidSchema, RequestRefused, ThreadUnsupported, UnsupportedParameter
+    │                     InvalidConfig, InvalidSchema, PreviousResponseNotFound, RequestRefused, ThreadUnsupported,
+    │                     UnsupportedParameter
     ├── Unauthorized 401
     ├── PermissionDenied 403
-    ├── NotFound 404 ── ModelNotFound, PreviousResponseNotFound
+    ├── NotFound 404 ── ModelNotFound
     ├── MethodNotAllowed 405
     ├── RequestTimeout 408
     ├── TooLarge 413
@@ -141,6 +142,10 @@ class InvalidSchema(BadRequest, code="invalid_schema"):
     pass
 
 
+class PreviousResponseNotFound(BadRequest, code="previous_response_not_found"):
+    pass
+
+
 class RequestRefused(BadRequest, code="request_refused"):
     """The request has crashed the engine's process before."""
 
@@ -166,10 +171,6 @@ class NotFound(DragomanError, status=404, type="invalid_request_error", code="no
 
 
 class ModelNotFound(NotFound, code="model_not_found"):
-    pass
-
-
-class PreviousResponseNotFound(NotFound, code="previous_response_not_found"):
     pass
 
 

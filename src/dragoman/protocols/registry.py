@@ -17,17 +17,19 @@ tests; the extension points in `docs/architecture.md` list every place.
 """
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from dragoman.core.errors import ConfigError
 from dragoman.core.plugins import find_plugin
+from dragoman.core.reply import Reply
+from dragoman.core.request import GenerationRequest
 from dragoman.protocols import completions, errors
 from dragoman.protocols.chat import client as chat_client
 from dragoman.protocols.chat import server as chat
 from dragoman.protocols.messages import client as messages_client
 from dragoman.protocols.messages import server as messages
 from dragoman.protocols.responses import client as responses_client
-from dragoman.protocols.responses.encoder import ResponseEncoding
-from dragoman.protocols.wire_protocol import OPENAI, Family, WireProtocol
+from dragoman.protocols.wire_protocol import OPENAI, Encoder, Family, WireProtocol
 
 ANTHROPIC = Family(
     errors.encode_anthropic_error,
@@ -71,8 +73,17 @@ class MessagesProtocol(WireProtocol):
     encode_reply = staticmethod(messages.encode_reply)
 
 
-ReplyEncoding = WireProtocol | ResponseEncoding
-"""Encodes a reply as a stream or as a whole."""
+class ReplyEncoding(Protocol):
+    """Encodes a reply as a stream or as a whole, as a `WireProtocol` does."""
+
+    @property
+    def stream_type(self) -> str: ...
+
+    def encode_stream(self, request: GenerationRequest, created: int) -> Encoder: ...
+
+    def encode_reply(self, request: GenerationRequest, created: int, reply: Reply) -> object: ...
+
+
 PROTOCOLS: dict[str, WireProtocol] = {
     "chat": ChatProtocol(),
     "completions": CompletionsProtocol(),

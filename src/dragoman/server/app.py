@@ -18,13 +18,15 @@ from dragoman.protocols.models import ReloadResult
 from dragoman.protocols.usage import day_of
 from dragoman.server.auth.access import Authenticator
 from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, has_token
-from dragoman.server.auth.callers import Caller, QuotaLease
-from dragoman.server.base_app import BaseApp, Route, RouteTable
+from dragoman.server.auth.callers import Caller, QuotaLease, SavedCaller
+from dragoman.server.background import BackgroundResponses
+from dragoman.server.base_app import RESPONSES_PATH, BaseApp, Route, RouteTable
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LocalModelLease
 from dragoman.server.telemetry.recorder import TelemetryRecorder, without_secrets
 from dragoman.storage.blobs import open_blobs
 from dragoman.storage.budgets import first_day
+from dragoman.storage.conversations import ConversationStore
 from dragoman.storage.database import Database
 from dragoman.storage.files import EXPIRY_SECONDS, SWEEP_SECONDS, FileStore
 from dragoman.storage.key_uses import WRITE_SECONDS as KEY_USES_SECONDS
@@ -32,7 +34,8 @@ from dragoman.storage.keys import store_path
 from dragoman.storage.ledger import Ledger
 from dragoman.storage.ledger_sql import read_owners
 from dragoman.storage.maintenance import Maintenance
-from dragoman.storage.response_store import MemoryResponseStore
+from dragoman.storage.responses import EXPIRY_SECONDS as RESPONSE_EXPIRY_SECONDS
+from dragoman.storage.responses import ResponseStore
 from dragoman.storage.servers import DEAD_SECONDS, HEARTBEAT_SECONDS
 
 log = logging.getLogger("dragoman")
@@ -69,7 +72,8 @@ def _keep_fixed_settings(loaded: Settings, initial: Settings) -> tuple[Settings,
 
 class App(BaseApp):
     telemetry: TelemetryRecorder
-    responses: MemoryResponseStore
+    responses: ResponseStore
+    background: BackgroundResponses
     files: FileStore
 
     def __init__(
@@ -95,10 +99,13 @@ class App(BaseApp):
         self.maintenance.add(self.files.remove_expired, EXPIRY_SECONDS)
         self.maintenance.add(self.files.sweep, SWEEP_SECONDS)
         self.maintenance.add(self._write_key_uses, KEY_USES_SECONDS)
-        limits = settings.limits
-        self.responses = MemoryResponseStore(
-            count=limits.kept_responses, size=limits.kept_bytes, seconds=limits.kept_seconds
-        )
+        self.responses = store = ResponseStore(self.database, settings)
+        bounds = store.bounds, settings.limits.body_bytes
+        self.conversations = ConversationStore(self.database, store.keep_seconds, *bounds)
+        self.background = BackgroundResponses(self, store, RESPONSES_PATH)
+        self.maintenance.add(store.remove_expired, RESPONSE_EXPIRY_SECONDS)
+        self.maintenance.add(self.conversations.remove_unused, RESPONSE_EXPIRY_SECONDS)
+        self.maintenance.add(self.background.resume, DEAD_SECONDS)
         self.created = int(time.time())
         self.started = time.monotonic()
         self.admin_token = secrets.token_urlsafe(32)
@@ -191,6 +198,14 @@ class App(BaseApp):
         finally:
             exchange.record.model = lease.label
 
+    def restore_caller(self, saved: SavedCaller) -> Caller:
+        """The caller of a stored job. Raises Unauthorized if its key is not valid any more."""
+        return self._authenticator.restore(saved)
+
+    async def check_model(self, caller: Caller, name: str) -> None:
+        """Raise an error if there is no such model, or if the caller may not use it."""
+        await LocalModelLease(self.catalog, caller, None, None, "").resolve(name)
+
     async def read_usage(self, read: Callable[[Connection, Authenticator], T]) -> T:
         """Read the ledger, including the requests that have just ended."""
         self._authenticator.refresh()
@@ -223,6 +238,9 @@ class App(BaseApp):
         if self._is_stopped:
             return
         self._is_stopped = True
+        self.stop_requests()
+        await self.background.stop(0, asyncio.Event())
+        await self.tasks.finish()
         await self.catalog.stop()
         await self.maintenance.stop()
         await self._write_key_uses()

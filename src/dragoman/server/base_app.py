@@ -43,6 +43,8 @@ from dragoman.protocols.wire_protocol import Family
 from dragoman.server.auth.access import Authenticator
 from dragoman.server.auth.callers import ANONYMOUS, scope_for_path
 from dragoman.server.auth.host_user import Identify
+from dragoman.server.background import BackgroundStarter
+from dragoman.server.detached_tasks import DetachedTasks
 from dragoman.server.hooks import Hooks
 from dragoman.server.http.headers import CorsPolicy, TrustedProxies
 from dragoman.server.http.response import Receive, Scope, Send
@@ -51,7 +53,7 @@ from dragoman.server.model_lease import ModelLease
 from dragoman.server.telemetry.recorder import Recorder
 from dragoman.storage.blobs import BlobStore
 from dragoman.storage.files import Files
-from dragoman.storage.response_store import ResponseStore
+from dragoman.storage.response_values import StoredResponses
 
 STOPPING = "the server is stopping"
 METRICS_PATH = "/metrics"
@@ -107,7 +109,8 @@ class RouteTable(Generic[AppT]):
 
 
 class BaseApp(ABC):
-    responses: ResponseStore
+    responses: StoredResponses
+    background: BackgroundStarter
     files: Files
     blobs: BlobStore
     hooks: Hooks | None = None
@@ -121,6 +124,7 @@ class BaseApp(ABC):
         self.exchanges: set[HttpExchange] = set()
         """The open requests. One timer checks all of them."""
         self._timer: asyncio.TimerHandle | None = None
+        self.tasks = DetachedTasks()
         limits = settings.limits
         self._keepalive = limits.keepalive_seconds
         shortest = min(self._keepalive, limits.stall_seconds, limits.body_seconds, limits.request_seconds)

@@ -199,7 +199,7 @@ class HttpExchange:
         error = self.timer.timeout_error(now)
         if error is not None:
             self._abort(error)
-        elif self.response.is_streaming and now - self.response.written > keepalive_seconds:
+        elif self.response.is_streaming and self.job is None and now - self.response.written > keepalive_seconds:
             self.response.send_comment()
 
     def _listen(self) -> None:
@@ -208,6 +208,10 @@ class HttpExchange:
     async def _cancel_on_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self.drop()
+
+    def drop(self) -> None:
+        """End the request as if its client had disconnected."""
         self.is_disconnected = True
         if self._task is not None:
             self._task.cancel()

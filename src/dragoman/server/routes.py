@@ -15,7 +15,17 @@ from dragoman.protocols.wire_protocol import OPENAI, WireProtocol
 from dragoman.server.app import App, SettingsLoader
 from dragoman.server.auth.host_user import Identify
 from dragoman.server.base_app import METRICS_PATH, RESPONSES_PATH, Methods, Route, RouteTable, SharedRoute
-from dragoman.server.handlers import embeddings, files, models, responses, stats, tokens, usage
+from dragoman.server.handlers import (
+    conversations,
+    embeddings,
+    files,
+    models,
+    responses,
+    stats,
+    stored_responses,
+    tokens,
+    usage,
+)
 from dragoman.server.handlers.generation import answer
 from dragoman.server.hooks import Hooks
 
@@ -46,6 +56,7 @@ PATHS: dict[str, Methods[App]] = {
         "GET": Route(responses.no_websocket, family=OPENAI),
     },
     f"{RESPONSES_PATH}/input_tokens": {"POST": Route(responses.count, family=OPENAI)},
+    conversations.PATH: {"POST": Route(conversations.create, family=OPENAI)},
     files.PATH: {"POST": SharedRoute(files.create), "GET": Route(files.list_files)},
     "/v1/embeddings": {"POST": Route(embeddings.embeddings, "emb-", OPENAI)},
     "/v1/rerank": {"POST": Route(embeddings.rerank, "rerank-", OPENAI)},
@@ -64,9 +75,14 @@ PATHS: dict[str, Methods[App]] = {
 PREFIX_PATHS: dict[str, Methods[App]] = {
     "/v1/models/": {"GET": Route(models.one_model)},
     f"{RESPONSES_PATH}/": {
-        "GET": Route(responses.show, family=OPENAI),
-        "DELETE": Route(responses.delete, family=OPENAI),
-        "POST": Route(responses.cancel, family=OPENAI),
+        "GET": SharedRoute(stored_responses.show, family=OPENAI),
+        "DELETE": Route(stored_responses.delete, family=OPENAI),
+        "POST": Route(stored_responses.cancel, family=OPENAI),
+    },
+    f"{conversations.PATH}/": {
+        "GET": Route(conversations.show, family=OPENAI),
+        "POST": Route(conversations.change, family=OPENAI),
+        "DELETE": Route(conversations.delete, family=OPENAI),
     },
     f"{files.PATH}/": {"GET": SharedRoute(files.show), "DELETE": Route(files.delete)},
     f"{models.ADMIN_ROOT}/": {"POST": Route(models.change)},

@@ -68,7 +68,8 @@ class Database:
         self._changing = threading.Lock()
         """Held while the state of the connections and of the thread changes."""
         self._is_closed = False
-        self._is_failing = False
+        self.is_failing = False
+        """Whether the last use failed."""
 
     @property
     def is_shared(self) -> bool:
@@ -224,14 +225,14 @@ class Database:
             for _, future in writes:
                 future.set_exception(failure)
             return True
-        self._is_failing = False
+        self.is_failing = False
         for (_, future), result in zip(writes, results, strict=True):
             future.set_result(result)
         return True
 
     def _unavailable(self, error: Exception) -> StorageUnavailable:
-        if not self._is_failing:
-            self._is_failing = True
+        if not self.is_failing:
+            self.is_failing = True
             log.error("the storage %s is not available: %s", self._shown, _reason(error))
         failure = StorageUnavailable("the storage is not available; try again later", retry_after=RETRY_SECONDS)
         failure.__cause__ = error

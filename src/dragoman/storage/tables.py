@@ -75,14 +75,16 @@ responses = Table(
     Column("principal", Text, nullable=False),
     Column("created", Time, nullable=False),
     Column("expires", Time, nullable=False, index=True),
-    Column("status", Text, nullable=False),
+    Column("status", Text, nullable=False, index=True),
+    Column("is_background", Whole, nullable=False),
     Column("server", Text, nullable=False),
-    Column("conversation", Text),
     Column("size", Whole, nullable=False),
+    Column("request", LargeBinary),
     Column("body", LargeBinary, nullable=False),
     sqlite_strict=True,
 )
-"""`server` generates the response while its status is queued or in_progress."""
+"""`server` generates the response while its status is queued or in_progress. `request` starts a background response,
+and is there until the response has ended."""
 
 response_items = Table(
     "response_items",
@@ -91,11 +93,12 @@ response_items = Table(
     Column("position", Whole, primary_key=True),
     Column("is_output", Whole, nullable=False),
     Column("principal", Text, nullable=False),
-    Column("item", Text, nullable=False),
+    Column("item", LargeBinary, nullable=False),
     Column("body", LargeBinary, nullable=False),
     Index("response_items_by_item", "principal", "item"),
     sqlite_strict=True,
 )
+"""`item` is the id of the item, which callers can choose."""
 
 response_events = Table(
     "response_events",
@@ -113,16 +116,19 @@ conversations = Table(
     Column("id", Text, primary_key=True),
     Column("principal", Text, nullable=False),
     Column("created", Time, nullable=False),
+    Column("used", Time, nullable=False, index=True),
+    Column("size", Whole, nullable=False),
     Column("metadata", LargeBinary, nullable=False),
     sqlite_strict=True,
 )
+"""`used` is when it was changed last. `size` is that of its items."""
 
 conversation_items = Table(
     "conversation_items",
     metadata,
     Column("conversation", Text, ForeignKey(conversations.c.id, ondelete="CASCADE"), primary_key=True),
     Column("position", Whole, primary_key=True),
-    Column("item", Text, nullable=False),
+    Column("item", LargeBinary, nullable=False),
     Column("body", LargeBinary, nullable=False),
     Index("conversation_items_by_item", "conversation", "item", unique=True),
     sqlite_strict=True,

@@ -1,7 +1,8 @@
 """Encodes a response as a stream of events or as a whole.
 
-    stream    := response.created response.in_progress item* (response.completed | response.incomplete)
-               | response.created response.in_progress item* error response.failed
+    stream    := response.created queued? response.in_progress item* (response.completed | response.incomplete)
+               | response.created queued? response.in_progress item* error response.failed
+    queued    := response.queued                                  of a background response
     message   := added  content_part.added  output_text.delta*     output_text.done     content_part.done  done
     reasoning := added  content_part.added  reasoning_text.delta*  reasoning_text.done  content_part.done  done
     function  := added  function_call_arguments.delta*   function_call_arguments.done   done
@@ -38,13 +39,16 @@ from dragoman.core.reply import Choice, Reply
 from dragoman.core.request import GenerationRequest, Reasoning, Text, ToolCall
 from dragoman.protocols import openai
 from dragoman.protocols.responses import calls
+from dragoman.protocols.responses.frames import encode_frame
 from dragoman.protocols.responses.items import PREFIX, encode_reasoning
 from dragoman.protocols.responses.server import ResponseContext
 from dragoman.protocols.wire_protocol import EVENT_STREAM
 
 ItemEvent = tuple[str, dict[str, Any]]
 """The type of an event and its fields except the sequence number."""
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed"]
+SAMPLING_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Shown if neither the request nor the configuration of the model has the parameter: the response always has them."""
 INCOMPLETE_REASONS: dict[FinishReason, str] = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """Finish reasons of an incomplete response."""
 ERROR_CODES: tuple[tuple[type[DragomanError], str], ...] = (
@@ -54,6 +58,7 @@ ERROR_CODES: tuple[tuple[type[DragomanError], str], ...] = (
     (DragomanError, "server_error"),
 )
 """The first matching class decides the `code` of a failed response."""
+QUEUED_EVENTS = ("response.created", "response.queued")
 CALL_EVENTS = {"function": "function_call_arguments", "custom": "custom_tool_call_input"}
 """The events of calls that are streamed. The item of another call is sent when complete."""
 
@@ -101,8 +106,10 @@ class ContentItem:
         item = {"id": self.id, "status": status, "content": parts}
         if self.is_message:
             return {"type": "message", "role": "assistant", **item}
-        encrypted = encode_reasoning("".join(self.pieces)) if self._encrypts and status != "in_progress" else None
-        return {"type": "reasoning", "summary": [], "encrypted_content": encrypted, **item}
+        reasoning = {"type": "reasoning", "summary": [], **item}
+        if self._encrypts and status != "in_progress":
+            reasoning["encrypted_content"] = encode_reasoning("".join(self.pieces))
+        return reasoning
 
     def _fields(self, **fields: Any) -> dict[str, Any]:
         return {"item_id": self.id, "output_index": self._index, "content_index": 0, **fields}
@@ -164,15 +171,27 @@ class CallItem:
 
 
 class ResponseEncoding:
-    """Encodes the reply to one request. Afterwards `response` is the final response object."""
+    """Encodes the reply to one request. Afterwards `response` is the final response object.
+
+    `queued` is the creation time of a background response that was queued; its stream has begun then.
+    """
 
     stream_type = EVENT_STREAM
 
-    def __init__(self, context: ResponseContext, clock: Callable[[], float]) -> None:
+    def __init__(self, context: ResponseContext, clock: Callable[[], float], queued: float | None = None) -> None:
         self.response: dict[str, Any] | None = None
         self.context = context
         self.clock = clock
-        self.created = int(clock())
+        self.was_queued = queued is not None
+        self.first_number = len(QUEUED_EVENTS) if self.was_queued else 0
+        """The sequence number of the first event."""
+        self.created = int(clock() if queued is None else queued)
+
+    def encode_queued(self, request: GenerationRequest) -> tuple[dict[str, Any], bytes]:
+        """Return a background response that has not begun, and the first frames of its stream."""
+        encoder = ResponseEncoder(self, request)
+        response = encoder.snapshot("queued")
+        return response, encoder.frames((name, {"response": response}) for name in QUEUED_EVENTS)
 
     def encode_stream(self, request: GenerationRequest, created: int) -> "ResponseEncoder":
         return ResponseEncoder(self, request)
@@ -216,7 +235,7 @@ class ResponseEncoder:
     def __init__(self, encoding: ResponseEncoding, request: GenerationRequest) -> None:
         self._encoding = encoding
         self._request = request
-        self._number = 0
+        self._number = encoding.first_number
         self._is_started = False
         self._needs_message = True
         self._output: list[dict[str, Any]] = []
@@ -238,7 +257,7 @@ class ResponseEncoder:
             number = self._number
             self._number += 1
             return message.delta_prefix + msgspec.json.encode(event.text) + b',"sequence_number":%d}\n\n' % number
-        return self._frames(self.item_events(event))
+        return self.frames(self.item_events(event))
 
     def item_events(self, event: Event) -> Iterator[ItemEvent]:
         if isinstance(event, TextDelta):
@@ -271,8 +290,9 @@ class ResponseEncoder:
 
     def _begin(self) -> Iterator[ItemEvent]:
         self._is_started = True
-        response = self._response("in_progress")
-        yield "response.created", {"response": response}
+        response = self.snapshot("in_progress")
+        if not self._encoding.was_queued:
+            yield "response.created", {"response": response}
         yield "response.in_progress", {"response": response}
 
     def _text(self, event: TextDelta) -> Iterator[ItemEvent]:
@@ -310,27 +330,33 @@ class ResponseEncoder:
 
     def end(self) -> bytes:
         response = self.finish()
-        return self._frames([(f"response.{response['status']}", {"response": response})])
+        frames = self.frames([(f"response.{response['status']}", {"response": response})])
+        # If the response cannot be stored, the end is not sent, and `fail` takes its number.
+        self._number -= 1
+        return frames
 
     def finish(self) -> dict[str, Any]:
         """Return the final response."""
         finished, usage = self._finished, encode_usage(self._finished.usage or Usage())
         reason = INCOMPLETE_REASONS.get(finished.reason)
         if reason is not None:
-            response = self._response("incomplete", usage=usage, incomplete_details={"reason": reason})
+            response = self.snapshot("incomplete", usage=usage, incomplete_details={"reason": reason})
         else:
-            response = self._response("completed", usage=usage, completed_at=int(self._encoding.clock()))
+            response = self.snapshot("completed", usage=usage, completed_at=int(self._encoding.clock()))
         self._encoding.response = response
         return response
 
     def fail(self, error: DragomanError) -> bytes:
-        opening = b"" if self._is_started else self._frames(self._begin())
-        fields = {"code": next(code for kind, code in ERROR_CODES if isinstance(error, kind)), "message": error.message}
+        opening = b"" if self._is_started else self.frames(self._begin())
+        fields = {"code": error_code(error), "message": error.message}
         param = "input" if isinstance(error, ContextTooLong) else error.param
-        failed = {"response": self._response("failed", error=fields)}
-        return opening + self._frames([("error", {**fields, "param": param}), ("response.failed", failed)])
+        self._encoding.response = response = self.snapshot("failed", error=fields)
+        return opening + self.frames(
+            [("error", {**fields, "param": param}), ("response.failed", {"response": response})]
+        )
 
-    def _response(self, status: Status, **fields: Any) -> dict[str, Any]:
+    def snapshot(self, status: Status, **fields: Any) -> dict[str, Any]:
+        """Return the response as it is now."""
         return {
             "id": self._request.id,
             "object": "response",
@@ -338,6 +364,10 @@ class ResponseEncoder:
             "model": self._request.model,
             **self._encoding.context.echoed,
             "service_tier": openai.service_tier(self._request),
+            **{
+                name: default if (value := getattr(self._request.sampling, name)) is None else value
+                for name, default in SAMPLING_DEFAULTS.items()
+            },
             "status": status,
             "output": list(self._output),
             "completed_at": None,
@@ -347,13 +377,17 @@ class ResponseEncoder:
             **fields,
         }
 
-    def _frames(self, events: Iterable[ItemEvent]) -> bytes:
+    def frames(self, events: Iterable[ItemEvent]) -> bytes:
         frames = bytearray()
         for name, fields in events:
-            payload = {"type": name, **fields, "sequence_number": self._number}
-            frames += b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(payload))
+            frames += encode_frame(name, fields, self._number)
             self._number += 1
         return bytes(frames)
+
+
+def error_code(error: DragomanError) -> str:
+    """The `code` of a failed response."""
+    return next(code for kind, code in ERROR_CODES if isinstance(error, kind))
 
 
 def encode_usage(usage: Usage) -> Mapping[str, Any]:
@@ -364,11 +398,3 @@ def encode_usage(usage: Usage) -> Mapping[str, Any]:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning},
         "total_tokens": usage.prompt + usage.completion,
     }
-
-
-def encode_count(tokens: int) -> dict[str, Any]:
-    return {"object": "response.input_tokens", "input_tokens": tokens}
-
-
-def encode_deleted(response_id: str) -> dict[str, Any]:
-    return {"id": response_id, "object": "response", "deleted": True}

@@ -107,22 +107,22 @@ def kind_of(item: Item, path: str) -> str:
     return kind
 
 
-def locate(field: str | Sequence[dict[str, Any]]) -> list[LocatedItem]:
-    """Return the items of the input. Checks what applies to items of all types, before they are looked up or stored."""
+def locate(field: str | Sequence[dict[str, Any]], name: str = "input") -> list[LocatedItem]:
+    """Return the items of a field. Checks what applies to items of all types, before they are looked up or stored."""
     if isinstance(field, str):
-        return [("input", "message", {"type": "message", "role": "user", "content": field})]
-    check_count(len(field))
+        return [(name, "message", {"type": "message", "role": "user", "content": field})]
+    check_count(len(field), name)
     located = []
     for at, item in enumerate(field):
-        path = f"input[{at}]"
+        path = f"{name}[{at}]"
         json_body.convert(item, ItemId, path)
         located.append((path, kind_of(item, path), item))
     return located
 
 
-def check_count(count: int) -> None:
+def check_count(count: int, name: str = "input") -> None:
     if count > MAX_ITEMS:
-        raise BadRequest(f"input: {count} items; the maximum is {MAX_ITEMS}", param="input")
+        raise BadRequest(f"{name}: {count} items; the maximum is {MAX_ITEMS}", param=name)
 
 
 def tools_of(items: Sequence[LocatedItem]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -320,7 +320,7 @@ def encode_page(items: Sequence[tuple[str, bytes]], page: PageFields) -> dict[st
     if page.after is not None:
         start = next((at for at, (item, _) in enumerate(ordered, 1) if item == page.after), None)
         if start is None:
-            raise NotFound(f"after: the response has no item {quote(page.after)}", param="after")
+            raise NotFound(f"after: there is no item {quote(page.after)}", param="after")
         ordered = ordered[start:]
     listed = ordered[: page.limit]
     return {

@@ -40,10 +40,11 @@ INCLUDED = frozenset(
 REASONING_PREFIX = "rs_"
 ECHOED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
-    *("safety_identifier", "temperature", "top_p", "user"),
+    *("safety_identifier", "user"),
 )
 """Fields that the response repeats, null if they were not sent."""
 TEXT_DEFAULTS: dict[str, Any] = {"format": {"type": "text"}, "verbosity": "medium"}
+SCHEMA_DEFAULTS: dict[str, Any] = {"name": "response", "description": None, "strict": False}
 REASONING_DEFAULTS = {"context": "auto", "mode": "standard"}
 
 
@@ -70,11 +71,15 @@ class TextField(msgspec.Struct, frozen=True):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
+class ConversationField(msgspec.Struct, frozen=True):
+    id: str
+
+
 class ResponseFields(openai.SamplingFields, frozen=True, kw_only=True):
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    conversation: Any = None
+    conversation: str | ConversationField | None = None
     prompt: Any = None
     background: bool | None = None
     store: bool | None = None
@@ -105,6 +110,12 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     """The input, with references to stored items."""
 
     @property
+    def conversation(self) -> str | None:
+        """The id of the conversation that the request continues."""
+        field = self.fields.conversation
+        return field.id if isinstance(field, ConversationField) else field
+
+    @property
     def references(self) -> list[str]:
         """The ids of the stored items that the request refers to."""
         ids = [item.get("id") for _, kind, item in self.items if kind == "item_reference"]
@@ -119,8 +130,14 @@ class ResponseContext(msgspec.Struct, frozen=True):
     """By the name that the model uses."""
     encrypts_reasoning: bool = False
     should_store: bool = True
+    must_store: bool = False
+    """Whether the caller relies on the store, so that the request fails without it."""
+    is_background: bool = False
+    conversation: str | None = None
     items: tuple[Mapping[str, Any], ...] = ()
     """The whole conversation before the response, as it is stored."""
+    added: int = 0
+    """The number of the last items that the request itself has."""
 
 
 class ResponseRequest(msgspec.Struct, frozen=True):
@@ -137,16 +154,20 @@ def parse(body: bytes) -> ParsedRequest:
 
 def _check_supported(fields: ResponseFields) -> None:
     """Reject what no model can answer."""
-    if fields.background:
-        raise NotSupported("background: not supported; send the request without it", param="background")
-    if fields.conversation is not None:
-        message = "conversation: not supported; send the items or previous_response_id"
-        raise NotSupported(message, param="conversation")
+    if fields.background and fields.store is False:
+        raise BadRequest("background: needs store; leave out store: false", param="background")
+    if fields.conversation is not None and fields.previous_response_id is not None:
+        message = "conversation: cannot be combined with previous_response_id; send one of them"
+        raise BadRequest(message, param="conversation")
     if fields.prompt is not None:
         raise NotSupported("prompt: stored prompts are not supported; send the text as instructions", param="prompt")
     if fields.n is not None and fields.n > 1:
         raise BadRequest("n: must be 1", param="n")
-    for name, value in (fields.metadata or {}).items():
+    check_metadata(fields.metadata or {})
+
+
+def check_metadata(metadata: Mapping[str, Any]) -> None:
+    for name, value in metadata.items():
         if not isinstance(value, str):
             path = f"metadata.{name:.64}"
             raise BadRequest(f"{path}: expected a string", param=path)
@@ -157,10 +178,10 @@ def decode(
     earlier: Sequence[dict[str, Any]] = (),
     referenced: Mapping[str, dict[str, Any]] | None = None,
 ) -> ResponseRequest:
-    """`earlier` are the input and output items of the previous response; `referenced` the stored items by id."""
+    """`earlier` are the items of the previous response or of the conversation; `referenced` the stored items by id."""
     asked = [Asked(Feature.CHAT, "input"), *openai.requested_features(parsed_request.fields, parsed_request.parsed)]
     sent = _resolve_references(parsed_request.items, referenced or {}, asked)
-    path = "previous_response_id"
+    path = "previous_response_id" if parsed_request.conversation is None else "conversation"
     located = [(path, items.kind_of(item, path), item) for item in earlier] + sent
     items.check_count(len(located))
     fields = _apply_updates(parsed_request.fields, sent)
@@ -187,7 +208,8 @@ def decode(
         asked=tuple(asked),
         extra=json_body.extra_fields(parsed_request.parsed, asked),
     )
-    return ResponseRequest(request, _response_context(parsed_request, toolset, [item for _, _, item in located]))
+    conversation = [item for _, _, item in located]
+    return ResponseRequest(request, _response_context(parsed_request, toolset, conversation, len(sent)))
 
 
 def _empty_input(asked: Sequence[Asked]) -> BadRequest:
@@ -270,24 +292,42 @@ def _constraint(field: TextFormatField | None, asked: list[Asked]) -> Constraint
 
 
 def _response_context(
-    parsed_request: ParsedRequest, toolset: tools.ToolSet, conversation: Sequence[Mapping[str, Any]]
+    parsed_request: ParsedRequest, toolset: tools.ToolSet, history: Sequence[Mapping[str, Any]], added: int
 ) -> ResponseContext:
-    fields, parsed = parsed_request.fields, parsed_request.parsed
+    fields, parsed, conversation = parsed_request.fields, parsed_request.parsed, parsed_request.conversation
     echoed = {
         **{name: parsed.get(name) for name in ECHOED},
-        "background": False,
+        **({} if conversation is None else {"conversation": {"id": conversation}}),
+        "background": bool(fields.background),
         "metadata": fields.metadata or {},
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "reasoning": {"effort": fields.reasoning and fields.reasoning.effort, "summary": None},
         "store": fields.store is not False,
-        "text": TEXT_DEFAULTS | json_body.without_nulls(parsed.get("text") or {}),
+        "text": _echoed_text(parsed.get("text") or {}),
         "tool_choice": parsed.get("tool_choice") or "auto",
         "tools": [_echoed_tool(tool) for tool in fields.tools or ()],
         "top_logprobs": fields.top_logprobs or 0,
         "truncation": "disabled",
     }
-    encrypts = ENCRYPTED in (fields.include or ())
-    return ResponseContext(echoed, toolset.client_tools, encrypts, fields.store is not False, tuple(conversation))
+    return ResponseContext(
+        echoed,
+        toolset.client_tools,
+        encrypts_reasoning=ENCRYPTED in (fields.include or ()),
+        should_store=fields.store is not False,
+        must_store=bool(fields.store) or bool(fields.background) or conversation is not None,
+        is_background=bool(fields.background),
+        conversation=conversation,
+        items=tuple(history),
+        added=added,
+    )
+
+
+def _echoed_text(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field with what it always has in a response."""
+    echoed = TEXT_DEFAULTS | json_body.without_nulls(text)
+    if echoed["format"].get("type") == "json_schema":
+        echoed["format"] = SCHEMA_DEFAULTS | json_body.without_nulls(echoed["format"])
+    return echoed
 
 
 def _echoed_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,3 +337,7 @@ def _echoed_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") == "namespace":
         return {**tool, "description": tool.get("description") or "", "tools": list(tool.get("tools") or ())}
     return dict(tool)
+
+
+def encode_count(tokens: int) -> dict[str, Any]:
+    return {"object": "response.input_tokens", "input_tokens": tokens}

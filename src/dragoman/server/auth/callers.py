@@ -34,6 +34,7 @@ SCOPE_BY_PREFIX: tuple[tuple[str, RouteScope], ...] = (
     ("/v1/completions", "completions"),
     ("/v1/messages", "messages"),
     ("/v1/responses", "responses"),
+    ("/v1/conversations", "responses"),
     ("/v1/embeddings", "embeddings"),
     ("/v1/rerank", "rerank"),
     ("/v1/files", "files"),

@@ -13,7 +13,8 @@ The end of the connection ends the front end. `id` is the id of a request, as in
     enter_quota                                 counts the request against the quota of its key, which the parent holds
     acquire_lease, start_lease, acquire_slot    as those of a `ModelLease`
     relay                                       the parent answers an unchanged request
-    find_response, find_items, keep_response    as those of the stored responses; these belong to no request
+    check_responses, keep_response, ...         as the methods of `StoredResponses`; these belong to no request
+    start_background                            as `start` of the background responses
     add_file, find_file                         as those of the stored files
 """
 
@@ -36,11 +37,12 @@ from dragoman.ipc.messages import (
     RawGenerate,
     Step,
 )
+from dragoman.server.background import BackgroundRequest
 from dragoman.server.model_lease import LeaseInfo, LeaseRequest
 from dragoman.server.telemetry.metrics import RequestRecord
 from dragoman.storage.blobs import Blob
 from dragoman.storage.budgets import OwnedBudget
-from dragoman.storage.response_store import StoredResponse
+from dragoman.storage.response_values import EarlyEnd, EndedResponse, Recording, StoredResponse
 
 
 class Configure(ProcessMessage, frozen=True):
@@ -148,9 +150,16 @@ ARGUMENTS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "start_lease": msgspec.msgpack.Decoder(tuple[()]),
     "acquire_slot": msgspec.msgpack.Decoder(tuple[()]),
     "relay": msgspec.msgpack.Decoder(tuple[dict[str, Any], bytes]),
+    "check_responses": msgspec.msgpack.Decoder(tuple[()]),
+    "keep_response": msgspec.msgpack.Decoder(tuple[EndedResponse]),
+    "record_response": msgspec.msgpack.Decoder(tuple[Recording]),
+    "end_response_early": msgspec.msgpack.Decoder(tuple[str, EarlyEnd, str, str]),
     "find_response": msgspec.msgpack.Decoder(tuple[str, str]),
+    "find_response_items": msgspec.msgpack.Decoder(tuple[str, str]),
     "find_items": msgspec.msgpack.Decoder(tuple[str, tuple[str, ...]]),
-    "keep_response": msgspec.msgpack.Decoder(tuple[StoredResponse]),
+    "read_response_events": msgspec.msgpack.Decoder(tuple[str, str, int]),
+    "conversation_items": msgspec.msgpack.Decoder(tuple[str, str]),
+    "start_background": msgspec.msgpack.Decoder(tuple[StoredResponse, BackgroundRequest, bytes]),
     "add_file": msgspec.msgpack.Decoder(tuple[str, str, str, Blob, float | None, str]),
     "find_file": msgspec.msgpack.Decoder(tuple[str, str]),
 }

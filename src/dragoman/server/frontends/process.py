@@ -28,6 +28,7 @@ from dragoman.server.base_app import BaseApp, Route, SharedRoute
 from dragoman.server.frontends import messages
 from dragoman.server.frontends.remote import (
     ParentConnection,
+    RemoteBackground,
     RemoteFiles,
     RemoteModelLease,
     RemoteQuotaLease,
@@ -50,6 +51,7 @@ class FrontEndApp(BaseApp):
     def __init__(self, settings: Settings, parent: ParentConnection) -> None:
         super().__init__(build_routes(settings), settings, RemoteTelemetry(parent, settings))
         self.responses = RemoteResponses(parent)
+        self.background = RemoteBackground(parent)
         self.files = RemoteFiles(parent)
         self.blobs = BlobStore(blob_directory(settings.storage))
         self._parent = parent
@@ -59,6 +61,7 @@ class FrontEndApp(BaseApp):
         deadline = loop.time() + END_SECONDS
         while self.exchanges and loop.time() < deadline:  # noqa: ASYNC110 (once)
             await asyncio.sleep(POLL_SECONDS)
+        await self.tasks.finish()
         self._authenticator.close()
 
     def configure(self, settings: Settings) -> None:

@@ -1,7 +1,7 @@
 """Gives a front end access to the models, quotas, stored responses, files and telemetry of its parent."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,6 +15,7 @@ from dragoman.ipc.engine_client import EngineClient, ProxyEngine, RemoteStream, 
 from dragoman.ipc.framing import MessageConnection
 from dragoman.ipc.messages import Call, EngineInfo, MethodCall, PackedStep, Ping, Pong, decode_packed_step
 from dragoman.protocols.files import BINARY
+from dragoman.server.background import BackgroundRequest
 from dragoman.server.frontends import messages
 from dragoman.server.frontends.messages import LeaseReply
 from dragoman.server.http_exchange import HttpExchange
@@ -22,7 +23,15 @@ from dragoman.server.model_lease import LeaseInfo, LeaseRequest, ModelLease
 from dragoman.server.telemetry.metrics import Metrics, RequestRecord
 from dragoman.storage.blobs import Blob
 from dragoman.storage.files import StoredFile
-from dragoman.storage.response_store import StoredResponse
+from dragoman.storage.response_values import (
+    EarlyEnd,
+    EndedResponse,
+    EventPage,
+    Recording,
+    ResponseItems,
+    StoredItem,
+    StoredResponse,
+)
 
 T = TypeVar("T")
 
@@ -163,19 +172,57 @@ class RemoteResponses:
     def __init__(self, parent: ParentConnection) -> None:
         self._parent = parent
 
-    async def keep(self, response: StoredResponse) -> None:
-        await self._parent.call_method(make_method_call("keep_response", response), type(None))
+    async def _call(self, value_type: Any, method: str, *arguments: object) -> Any:
+        return await self._parent.call_method(make_method_call(method, *arguments), value_type)
+
+    async def check(self) -> None:
+        await self._call(type(None), "check_responses")
+
+    async def keep(self, ended: EndedResponse) -> bool:
+        return bool(await self._call(bool, "keep_response", ended))
+
+    async def record(self, recording: Recording) -> bool:
+        return bool(await self._call(bool, "record_response", recording))
+
+    async def end_early(self, response_id: str, status: EarlyEnd, code: str, message: str) -> None:
+        await self._call(type(None), "end_response_early", response_id, status, code, message)
 
     async def find(self, principal: str, response_id: str) -> StoredResponse | None:
-        method_call = make_method_call("find_response", principal, response_id)
-        found: StoredResponse | None = await self._parent.call_method(method_call, StoredResponse | None)  # type: ignore[arg-type]
+        found: StoredResponse | None
+        found = await self._call(StoredResponse | None, "find_response", principal, response_id)
+        return found
+
+    async def find_items(self, principal: str, response_id: str) -> ResponseItems | None:
+        found: ResponseItems | None
+        found = await self._call(ResponseItems | None, "find_response_items", principal, response_id)
         return found
 
     async def items(self, principal: str, ids: Iterable[str]) -> Mapping[str, bytes]:
         item_ids = tuple(ids)
-        if not item_ids:
-            return {}
-        return await self._parent.call_method(make_method_call("find_items", principal, item_ids), dict[str, bytes])
+        found: dict[str, bytes]
+        found = await self._call(dict[str, bytes], "find_items", principal, item_ids) if item_ids else {}
+        return found
+
+    async def read_events(self, principal: str, response_id: str, after: int) -> EventPage | None:
+        page: EventPage | None
+        page = await self._call(EventPage | None, "read_response_events", principal, response_id, after)
+        return page
+
+    async def conversation_items(self, principal: str, conversation_id: str) -> tuple[StoredItem, ...] | None:
+        items: tuple[StoredItem, ...] | None
+        items = await self._call(tuple[StoredItem, ...] | None, "conversation_items", principal, conversation_id)
+        return items
+
+
+class RemoteBackground:
+    """The parent's background responses."""
+
+    def __init__(self, parent: ParentConnection) -> None:
+        self._parent = parent
+
+    async def start(self, queued: StoredResponse, request: BackgroundRequest, frames: bytes) -> None:
+        method_call = make_method_call("start_background", queued, request, frames)
+        await self._parent.call_method(method_call, type(None))
 
 
 class RemoteFiles:

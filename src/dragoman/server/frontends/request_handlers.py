@@ -36,6 +36,7 @@ from dragoman.ipc.messages import (
 )
 from dragoman.ipc.worker_main import run_generation, run_method_call
 from dragoman.pipeline.generate import STAGE_FEATURES
+from dragoman.protocols.responses.items import PREFIX
 from dragoman.server.app import App
 from dragoman.server.app_calls import call_app
 from dragoman.server.auth.callers import Caller, QuotaLease
@@ -145,12 +146,23 @@ class RequestHandlers:
             "start_lease": self._start_lease,
             "acquire_slot": self._acquire_slot,
             "relay": self._relay,
-            "find_response": lambda _, *arguments: app.responses.find(*arguments),
-            "find_items": self._find_items,
-            "keep_response": lambda _, response: app.responses.keep(response),
-            "add_file": lambda _, *arguments: app.files.add(*arguments),
-            "find_file": lambda _, *arguments: app.files.find(*arguments),
         }
+        responses = app.responses
+        stored: dict[str, Callable[..., Awaitable[object]]] = {
+            "check_responses": responses.check,
+            "keep_response": responses.keep,
+            "record_response": responses.record,
+            "end_response_early": responses.end_early,
+            "find_response": responses.find,
+            "find_response_items": responses.find_items,
+            "find_items": responses.items,
+            "read_response_events": responses.read_events,
+            "conversation_items": responses.conversation_items,
+            "start_background": app.background.start,
+            "add_file": app.files.add,
+            "find_file": app.files.find,
+        }
+        self._methods |= {name: partial(_call_store, method) for name, method in stored.items()}
 
     def close(self) -> int:
         """Release all requests; return their number."""
@@ -160,7 +172,11 @@ class RequestHandlers:
             self._app.ledger.abandon(state.id)
             if state.quota_lease is not None:
                 state.quota_lease.abandon()
+        lost = [request_id for request_id in self._states if request_id.startswith(PREFIX)]
         self._states.clear()
+        if lost:
+            self._app.responses.note_lost(lost)
+            self._app.tasks.spawn(self._app.background.resume())
         return count
 
     def _call(self, message: messages.RawRequestCall) -> None:
@@ -243,9 +259,6 @@ class RequestHandlers:
         assert state.model_lease is not None
         await state.model_lease.slots.acquire()
 
-    async def _find_items(self, state: RequestState, principal: str, ids: tuple[str, ...]) -> dict[str, bytes]:
-        return dict(await self._app.responses.items(principal, ids))
-
     async def _relay(self, state: RequestState, scope: dict[str, Any], body: bytes) -> messages.RelayReply:
         disconnected = asyncio.Event()
         # A relayed request makes no other call.
@@ -320,6 +333,11 @@ class RequestHandlers:
         if message.gaps is not None and record.model is not None:
             telemetry.metrics.for_model(record.model).gaps.add_all(message.gaps.counts, message.gaps.total)
         telemetry.request(record)
+
+
+async def _call_store(method: Callable[..., Awaitable[object]], state: RequestState, *arguments: object) -> object:
+    """Call a method of a store, which belongs to no request."""
+    return await method(*arguments)
 
 
 def _describe(engine: Engine, name: str) -> EngineInfo:

@@ -1,15 +1,17 @@
-"""Handlers for the Responses API: create responses, and read, delete and cancel stored ones.
+"""Handlers that create responses. `stored_responses` has those for the responses that exist.
 
 Rules
-1. A complete response is stored before its end is sent. A failed one is not stored.
-2. The responses of another principal do not exist for a caller.
+1. A complete response is stored before its end is sent (see `response_recorder`).
+2. The responses and conversations of another principal do not exist for a caller.
 3. The size limit of a body applies to the whole conversation, including stored items.
+4. A background response is answered at once. The server then sends itself the same request as a job of the caller; the
+   id of the job is that of the response.
 """
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,72 +20,129 @@ from dragoman.core.errors import (
     ContextTooLong,
     MethodNotAllowed,
     NotFound,
-    NotSupported,
     PreviousResponseNotFound,
     TooLarge,
     quote,
 )
 from dragoman.protocols.json_body import LARGE_BODY
 from dragoman.protocols.responses import encoder as wire_encoder
-from dragoman.protocols.responses import items as wire_items
 from dragoman.protocols.responses import server as wire
 from dragoman.server.app import App
+from dragoman.server.auth.callers import SavedCaller
+from dragoman.server.background import BackgroundRequest
 from dragoman.server.base_app import RESPONSES_PATH, BaseApp, upgrade_required
 from dragoman.server.handlers.generation import reply_to
+from dragoman.server.handlers.stored_responses import send_events
 from dragoman.server.handlers.tokens import count_prompt
 from dragoman.server.http.bodies import run_in_body_thread
 from dragoman.server.http_exchange import HttpExchange
-from dragoman.storage.response_store import StoredItem, StoredResponse
+from dragoman.server.response_recorder import MANY_ITEMS, ResponseRecorder
+from dragoman.storage.response_values import StoredItem, StoredResponse
 
-INPUT_ITEMS = "input_items"
-MANY_ITEMS = 500
-"""Above this many items, work is done in a thread, even if they are small."""
-T = TypeVar("T")
+STRICT = b"x-dragoman-strict"
 
 
 async def create(app: BaseApp, exchange: HttpExchange) -> None:
-    response_request = await _read_request(app, exchange)
-    encoder = wire_encoder.ResponseEncoding(response_request.context, time.time)
-    store = partial(_store, app, exchange, response_request.context, encoder)
+    body = await exchange.read_body(app.settings.limits, wire.parse)
+    response_request = await _read_request(app, exchange, body)
     try:
-        await reply_to(app, exchange, response_request.request, encoder, store)
+        if response_request.context.is_background and exchange.job is None:
+            await _start_background(app, exchange, body, response_request)
+        else:
+            await _generate(app, exchange, response_request)
     except ContextTooLong as error:
         # The engine does not know the name of this field.
         error.param = "input"
         raise
 
 
+async def _generate(app: BaseApp, exchange: HttpExchange, response_request: wire.ResponseRequest) -> None:
+    context, request = response_request.context, response_request.request
+    queued = None
+    if context.is_background and exchange.job is not None and not exchange.job.is_batch:
+        stored = await app.responses.find(exchange.record.principal, exchange.job.id)
+        if stored is None or stored.status != "queued":
+            raise NotFound("the response was cancelled or deleted")
+        queued = stored.created
+    encoding = wire_encoder.ResponseEncoding(context, time.time, queued)
+    if not context.should_store and context.conversation is None:
+        await reply_to(app, exchange, request, encoding)
+        return
+    if context.must_store:
+        await app.responses.check()
+    recorder = ResponseRecorder(app, exchange, encoding)
+    try:
+        await reply_to(app, exchange, request, recorder, recorder.store)
+    except asyncio.CancelledError:
+        await recorder.abort("cancelled")
+        raise
+    except Exception as error:
+        await recorder.abort("failed", error)
+        raise
+
+
+async def _start_background(
+    app: BaseApp, exchange: HttpExchange, body: wire.ParsedRequest, response_request: wire.ResponseRequest
+) -> None:
+    record, request = exchange.record, response_request.request
+    identified = msgspec.structs.replace(request, id=record.id)
+    encoding = wire_encoder.ResponseEncoding(response_request.context, time.time)
+    response, frames = encoding.encode_queued(identified)
+    queued = StoredResponse(
+        *(record.id, record.principal, float(encoding.created), "queued"),
+        msgspec.json.encode(response),
+        is_background=True,
+    )
+    again = msgspec.json.encode({**body.parsed, "stream": True})
+    strict = exchange.headers.get(STRICT)
+    saved = BackgroundRequest(SavedCaller.of(exchange.caller), request.model, again, strict)
+    await app.background.start(queued, saved, frames)
+    if request.delivery.stream:
+        await send_events(app, exchange, record.id, -1)
+    else:
+        await exchange.response.send_json(response)
+
+
 async def count(app: App, exchange: HttpExchange) -> None:
-    response_request = await _read_request(app, exchange)
-    tokens = await count_prompt(app, exchange, response_request.request)
-    await exchange.response.send_json(wire_encoder.encode_count(tokens))
-
-
-async def _read_request(app: BaseApp, exchange: HttpExchange) -> wire.ResponseRequest:
     body = await exchange.read_body(app.settings.limits, wire.parse)
-    principal = exchange.record.principal
-    earlier: tuple[StoredItem, ...] = ()
-    previous = body.fields.previous_response_id
-    if previous is not None:
-        stored = await app.responses.find(principal, previous)
-        if stored is None:
-            message = f"previous_response_id: response {quote(previous)} is not stored; send the whole conversation"
-            raise PreviousResponseNotFound(message, param="previous_response_id")
-        earlier = stored.items
-    referenced = await app.responses.items(principal, body.references)
+    response_request = await _read_request(app, exchange, body)
+    tokens = await count_prompt(app, exchange, response_request.request)
+    await exchange.response.send_json(wire.encode_count(tokens))
+
+
+async def _read_request(app: BaseApp, exchange: HttpExchange, body: wire.ParsedRequest) -> wire.ResponseRequest:
+    earlier = await _read_history(app, exchange.record.principal, body)
+    referenced = await app.responses.items(exchange.record.principal, body.references)
     # An item that is referenced several times counts each time.
     exchange.weight += sum(len(referenced[item]) for item in body.references if item in referenced)
     exchange.weight += sum(len(item.body) for item in earlier)
     if exchange.weight > app.settings.limits.body_bytes:
         message = f"the conversation, including stored items, is larger than {app.settings.limits.body_bytes} bytes"
         raise TooLarge(message, param="input")
-    count = len(earlier) + len(body.items)
-    return await _run_maybe_in_thread(exchange, count, partial(_decode, body, earlier, referenced))
+    decode = partial(_decode, body, earlier, referenced)
+    # In a thread, other requests keep streaming.
+    is_large = len(earlier) + len(body.items) > MANY_ITEMS or exchange.weight > LARGE_BODY
+    return await run_in_body_thread(decode) if is_large else decode()
 
 
-async def _run_maybe_in_thread(exchange: HttpExchange, items: int, make: Callable[[], T]) -> T:
-    """Call `make`, for a large conversation in a thread, so that other requests keep streaming."""
-    return await run_in_body_thread(make) if items > MANY_ITEMS or exchange.weight > LARGE_BODY else make()
+async def _read_history(app: BaseApp, principal: str, body: wire.ParsedRequest) -> tuple[StoredItem, ...]:
+    """The stored items that the request continues."""
+    previous, conversation = body.fields.previous_response_id, body.conversation
+    if conversation is not None:
+        items = await app.responses.conversation_items(principal, conversation)
+        if items is None:
+            raise NotFound(f"conversation: {quote(conversation)} is not stored here", param="conversation")
+        return items
+    if previous is None:
+        return ()
+    found = await app.responses.find_items(principal, previous)
+    if found is None:
+        message = f"previous_response_id: response {quote(previous)} is not stored; send the whole conversation"
+        raise PreviousResponseNotFound(message, param="previous_response_id")
+    if found.status not in ("completed", "incomplete"):
+        message = f"previous_response_id: response {quote(previous)} is {found.status}, so it cannot be continued"
+        raise BadRequest(message, param="previous_response_id")
+    return found.input + found.output
 
 
 def _decode(
@@ -91,63 +150,6 @@ def _decode(
 ) -> wire.ResponseRequest:
     referenced = {item: msgspec.json.decode(encoded) for item, encoded in stored.items()}
     return wire.decode(body, [msgspec.json.decode(item.body) for item in earlier], referenced)
-
-
-async def _store(
-    app: BaseApp, exchange: HttpExchange, context: wire.ResponseContext, encoder: wire_encoder.ResponseEncoding
-) -> None:
-    response = encoder.response
-    if response is None or not context.should_store:
-        return
-
-    def encode() -> StoredResponse:
-        return StoredResponse(
-            id=response["id"],
-            principal=exchange.record.principal,
-            body=msgspec.json.encode(response),
-            input=_items(wire_items.storable_items(context.items, response["id"])),
-            output=_items(response["output"]),
-        )
-
-    await app.responses.keep(await _run_maybe_in_thread(exchange, len(context.items), encode))
-
-
-def _items(items: list[dict[str, Any]]) -> tuple[StoredItem, ...]:
-    return tuple(StoredItem(item["id"], msgspec.json.encode(item)) for item in items)
-
-
-async def show(app: App, exchange: HttpExchange) -> None:
-    """Send a stored response, or its input items."""
-    stored, below = await _find(app, exchange, "", INPUT_ITEMS)
-    if below == INPUT_ITEMS:
-        page = wire_items.decode_page(exchange.query())
-        await exchange.response.send_json(wire_items.encode_page([(item.id, item.body) for item in stored.input], page))
-        return
-    if exchange.query().get("stream") == "true":
-        raise NotSupported("stream: a stored response cannot be streamed", param="stream")
-    await exchange.response.send_json(msgspec.Raw(stored.body))
-
-
-async def delete(app: App, exchange: HttpExchange) -> None:
-    stored, _ = await _find(app, exchange, "")
-    await app.responses.delete(stored.principal, stored.id)
-    await exchange.response.send_json(wire_encoder.encode_deleted(stored.id))
-
-
-async def cancel(app: App, exchange: HttpExchange) -> None:
-    await _find(app, exchange, "cancel")
-    raise BadRequest("only a background response can be cancelled, and this one is complete")
-
-
-async def _find(app: App, exchange: HttpExchange, *expected: str) -> tuple[StoredResponse, str]:
-    """The stored response that the path names, and the rest of the path, which must be one of the expected ones."""
-    response_id, _, below = exchange.path.removeprefix(f"{RESPONSES_PATH}/").partition("/")
-    if below not in expected:
-        raise exchange.not_found_error()
-    stored = await app.responses.find(exchange.record.principal, response_id)
-    if stored is None:
-        raise NotFound(f"response {quote(response_id)} is not stored here")
-    return stored, below
 
 
 async def no_websocket(app: App, exchange: HttpExchange) -> None:
