@@ -13,15 +13,20 @@ from sqlalchemy import Connection
 from dragoman.config.settings import Settings
 from dragoman.core.engine import Engine
 from dragoman.core.errors import NotSupported, StorageUnavailable, Unauthorized
+from dragoman.core.ids import new_id
 from dragoman.models import Catalog, EngineFactory, ServedModel
 from dragoman.protocols.models import ReloadResult
 from dragoman.server.auth.access import Authenticator
 from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, has_token
-from dragoman.server.auth.callers import Caller, QuotaLease
+from dragoman.server.auth.callers import Caller, QuotaLease, SavedCaller
 from dragoman.server.base_app import BaseApp, Route, RouteTable
+from dragoman.server.batches.line_jobs import JobRoom
+from dragoman.server.batches.results import ResultWriter
+from dragoman.server.batches.runner import BatchRunner
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LocalModelLease
 from dragoman.server.telemetry.recorder import TelemetryRecorder, without_secrets
+from dragoman.storage.batches import BatchStore
 from dragoman.storage.blobs import open_blobs
 from dragoman.storage.database import Database
 from dragoman.storage.files import EXPIRY_SECONDS, SWEEP_SECONDS, FileStore
@@ -43,7 +48,7 @@ LEDGER_EXPIRY_SECONDS = 3600.0
 FIXED = ("host", "port", "socket", "tls", "event_log", "storage", "grace_seconds", "workers", "protocols")
 FIXED_TELEMETRY = ("log_format", "log_level", "log_requests", "metrics_by_principal", "traces")
 FIXED_LIMITS = (
-    *("header_bytes", "body_seconds", "write_seconds", "keepalive_seconds", "stall_seconds"),
+    *("header_bytes", "body_seconds", "write_seconds", "keepalive_seconds", "stall_seconds", "batch_lines"),
     *("kept_responses", "kept_bytes", "kept_seconds"),
 )
 """Settings that change only with a restart."""
@@ -68,6 +73,7 @@ class App(BaseApp):
     telemetry: TelemetryRecorder
     responses: MemoryResponseStore
     files: FileStore
+    batches: BatchStore
 
     def __init__(
         self,
@@ -84,6 +90,12 @@ class App(BaseApp):
         self.ledger = self.telemetry.ledger = Ledger(self.database, settings, self.telemetry.metrics.limited)
         self.blobs = open_blobs(settings.storage)
         self.files = FileStore(self.database, self.blobs, settings.storage.keep.files)
+        self.batches = BatchStore(self.database, self.files, settings.storage.keep.batches)
+        limits = settings.limits
+        room = JobRoom(self, self.batches, self.blobs, self.telemetry.metrics, limits.batch_lines)
+        writer = ResultWriter(self.batches, self.files, self.blobs)
+        self.batch_runner = BatchRunner(room, writer, limits.body_bytes)
+        self.batches.on_change = self.batch_runner.wake
         self.maintenance = Maintenance()
         if self.database.is_shared:
             self.maintenance.add(self.database.renew_heartbeat, HEARTBEAT_SECONDS)
@@ -92,7 +104,7 @@ class App(BaseApp):
         self.maintenance.add(self.files.remove_expired, EXPIRY_SECONDS)
         self.maintenance.add(self.files.sweep, SWEEP_SECONDS)
         self.maintenance.add(self._write_key_uses, KEY_USES_SECONDS)
-        limits = settings.limits
+        self.maintenance.add(self.batches.remove_expired, EXPIRY_SECONDS)
         self.responses = MemoryResponseStore(
             count=limits.kept_responses, size=limits.kept_bytes, seconds=limits.kept_seconds
         )
@@ -205,18 +217,32 @@ class App(BaseApp):
     async def _write_key_uses(self) -> None:
         await asyncio.to_thread(self.telemetry.key_uses.write, store_path(self.settings.keys))
 
+    def restore_caller(self, saved: SavedCaller) -> Caller:
+        """The caller of a job. Raises Unauthorized if its key is not valid any more."""
+        return self._authenticator.restore(saved)
+
+    def new_request_id(self, path: str) -> str:
+        """The id of a job that posts to a path."""
+        return new_id(self.routes.paths[path]["POST"].id_prefix)
+
     def start(self) -> None:
         super().start()
         self.maintenance.start()
+        self.batch_runner.start()
         self._restoring = asyncio.get_running_loop().create_task(self._restore_rates())
         self.telemetry.events.start(
             {"models": self.catalog.describe_models(), "config": without_secrets(self.settings)}
         )
 
+    async def finish_jobs(self, grace_seconds: float, forced: asyncio.Event | None = None) -> None:
+        """Begin no further jobs. Running ones have the grace time, unless the stop is forced."""
+        await self.batch_runner.stop(grace_seconds, forced)
+
     async def stop(self) -> None:
         if self._is_stopped:
             return
         self._is_stopped = True
+        await self.finish_jobs(0)
         await self.catalog.stop()
         await self.maintenance.stop()
         await self._write_key_uses()

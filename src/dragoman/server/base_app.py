@@ -49,6 +49,7 @@ from dragoman.server.http.response import Receive, Scope, Send
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import ModelLease
 from dragoman.server.telemetry.recorder import Recorder
+from dragoman.storage.batches import Batches
 from dragoman.storage.blobs import BlobStore
 from dragoman.storage.files import Files
 from dragoman.storage.response_store import ResponseStore
@@ -110,6 +111,7 @@ class BaseApp(ABC):
     responses: ResponseStore
     files: Files
     blobs: BlobStore
+    batches: Batches
     hooks: Hooks | None = None
     """Callables of the application that made this app."""
     identify: Identify | None = None

@@ -15,7 +15,7 @@ from dragoman.protocols.wire_protocol import OPENAI, WireProtocol
 from dragoman.server.app import App, SettingsLoader
 from dragoman.server.auth.host_user import Identify
 from dragoman.server.base_app import METRICS_PATH, RESPONSES_PATH, Methods, Route, RouteTable, SharedRoute
-from dragoman.server.handlers import embeddings, files, models, responses, stats, tokens, usage
+from dragoman.server.handlers import batches, embeddings, files, models, responses, stats, tokens, usage
 from dragoman.server.handlers.generation import answer
 from dragoman.server.hooks import Hooks
 
@@ -46,6 +46,11 @@ PATHS: dict[str, Methods[App]] = {
         "GET": Route(responses.no_websocket, family=OPENAI),
     },
     f"{RESPONSES_PATH}/input_tokens": {"POST": Route(responses.count, family=OPENAI)},
+    batches.PATH: {"POST": Route(batches.create, family=OPENAI), "GET": Route(batches.list_batches, family=OPENAI)},
+    batches.ANTHROPIC_PATH: {
+        "POST": SharedRoute(batches.create_anthropic, family=ANTHROPIC),
+        "GET": Route(batches.list_anthropic, family=ANTHROPIC),
+    },
     files.PATH: {"POST": SharedRoute(files.create), "GET": Route(files.list_files)},
     "/v1/embeddings": {"POST": Route(embeddings.embeddings, "emb-", OPENAI)},
     "/v1/rerank": {"POST": Route(embeddings.rerank, "rerank-", OPENAI)},
@@ -69,6 +74,12 @@ PREFIX_PATHS: dict[str, Methods[App]] = {
         "POST": Route(responses.cancel, family=OPENAI),
     },
     f"{files.PATH}/": {"GET": SharedRoute(files.show), "DELETE": Route(files.delete)},
+    f"{batches.PATH}/": {"GET": Route(batches.show, family=OPENAI), "POST": Route(batches.cancel, family=OPENAI)},
+    f"{batches.ANTHROPIC_PATH}/": {
+        "GET": SharedRoute(batches.show_anthropic, family=ANTHROPIC),
+        "POST": Route(batches.cancel_anthropic, family=ANTHROPIC),
+        "DELETE": Route(batches.delete_anthropic, family=ANTHROPIC),
+    },
     f"{models.ADMIN_ROOT}/": {"POST": Route(models.change)},
 }
 

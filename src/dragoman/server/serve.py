@@ -191,7 +191,8 @@ async def _serve(app: App, count: int) -> None:
             if _failure(preload) is None:
                 await _drain(app.settings, forced)
             file.remove()
-            await server.stop(settings.grace_seconds)
+            grace = settings.grace_seconds
+            await asyncio.gather(server.stop(grace), app.finish_jobs(grace, forced))
         finally:
             file.remove()
             token_file.remove()

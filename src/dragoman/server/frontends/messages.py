@@ -15,6 +15,7 @@ The end of the connection ends the front end. `id` is the id of a request, as in
     relay                                       the parent answers an unchanged request
     find_response, find_items, keep_response    as those of the stored responses; these belong to no request
     add_file, find_file                         as those of the stored files
+    add_batch, find_batch                       as those of the batches
 """
 
 from typing import Any, Literal
@@ -36,8 +37,10 @@ from dragoman.ipc.messages import (
     RawGenerate,
     Step,
 )
+from dragoman.protocols.batches import Api
 from dragoman.server.model_lease import LeaseInfo, LeaseRequest
 from dragoman.server.telemetry.metrics import RequestRecord
+from dragoman.storage.batches import NewBatch
 from dragoman.storage.blobs import Blob
 from dragoman.storage.budgets import OwnedBudget
 from dragoman.storage.response_store import StoredResponse
@@ -153,6 +156,8 @@ ARGUMENTS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "keep_response": msgspec.msgpack.Decoder(tuple[StoredResponse]),
     "add_file": msgspec.msgpack.Decoder(tuple[str, str, str, Blob, float | None, str]),
     "find_file": msgspec.msgpack.Decoder(tuple[str, str]),
+    "add_batch": msgspec.msgpack.Decoder(tuple[NewBatch]),
+    "find_batch": msgspec.msgpack.Decoder(tuple[str, Api, str]),
 }
 """The methods of the parent that a request can call, with the types of their arguments."""
 

@@ -28,6 +28,7 @@ from dragoman.server.base_app import BaseApp, Route, SharedRoute
 from dragoman.server.frontends import messages
 from dragoman.server.frontends.remote import (
     ParentConnection,
+    RemoteBatches,
     RemoteFiles,
     RemoteModelLease,
     RemoteQuotaLease,
@@ -51,6 +52,7 @@ class FrontEndApp(BaseApp):
         super().__init__(build_routes(settings), settings, RemoteTelemetry(parent, settings))
         self.responses = RemoteResponses(parent)
         self.files = RemoteFiles(parent)
+        self.batches = RemoteBatches(parent)
         self.blobs = BlobStore(blob_directory(settings.storage))
         self._parent = parent
 

@@ -150,6 +150,8 @@ class RequestHandlers:
             "keep_response": lambda _, response: app.responses.keep(response),
             "add_file": lambda _, *arguments: app.files.add(*arguments),
             "find_file": lambda _, *arguments: app.files.find(*arguments),
+            "add_batch": lambda _, batch: app.batches.add(batch),
+            "find_batch": lambda _, *arguments: app.batches.find(*arguments),
         }
 
     def close(self) -> int:
