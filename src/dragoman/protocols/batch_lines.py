@@ -26,7 +26,7 @@ from dragoman.protocols.errors import encode_anthropic_error
 
 OPENAI_NAME, ANTHROPIC_NAME = 512, 64
 """Characters of a `custom_id`."""
-PREFIX_SIZES = (256, 1024, 4096, 16384, 65536)
+PREFIX_SIZES = tuple(256 * 2**step for step in range(9))
 """Bytes of the beginnings of a prompt that are compared."""
 DIGEST_BYTES = 4
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -93,8 +93,13 @@ class _Body(msgspec.Struct):
     def prefix(self) -> bytes:
         parts = (self.tools, self.system, self.instructions, self.messages, self.input, self.prompt)
         text = b"\0".join(bytes(part) for part in parts)
-        beginnings = ((self.model or "").encode(), *(text[:size] for size in PREFIX_SIZES))
-        return b"".join(blake2b(part, digest_size=DIGEST_BYTES).digest() for part in beginnings)
+        hashed, begin = blake2b((self.model or "").encode(), digest_size=DIGEST_BYTES), 0
+        digests = [hashed.digest()]
+        for end in PREFIX_SIZES:
+            hashed.update(text[begin:end])
+            digests.append(hashed.digest())
+            begin = end
+        return b"".join(digests)
 
 
 _decoders: dict[Api, msgspec.json.Decoder[Any]] = {

@@ -16,6 +16,8 @@ from dragoman.protocols import json_body
 
 MAX_REST = 1024 * 1024
 """Bytes of the body without its items, and without the spaces between them."""
+TAIL = 1024
+"""Bytes in which the name of the array must be."""
 _OUTSIDE = re.compile(rb'["{}\[\]]')
 _IN_STRING = re.compile(rb'["\\]')
 _SPACES = re.compile(rb"[ \t\r\n]+")
@@ -30,7 +32,7 @@ class ItemScanner:
 
     def __init__(self, field: str, max_bytes: int) -> None:
         self._field = field
-        self._opening = re.compile(rb'(?<!\\)"%b" *: *\[$' % field.encode())
+        self._opening = re.compile(rb'(?<!\\)"%b"[ \t\r\n]*:[ \t\r\n]*\[$' % field.encode())
         self._max_bytes = max_bytes
         self._rest = bytearray()
         self._item = bytearray()
@@ -60,15 +62,16 @@ class ItemScanner:
                 self._depth += 1
                 if byte == ARRAY and self._depth == ITEM_DEPTH:
                     self._keep(data[kept:at])
-                    kept, self._in_array = at, self._opening.search(self._rest) is not None
+                    kept, self._in_array = at, self._opening.search(self._rest[-TAIL:]) is not None
             else:
                 self._depth -= 1
                 if self._in_item and self._depth == ITEM_DEPTH:
                     self._keep(data[kept:at])
                     kept = at
                     items.append(self._end_item())
-                elif self._depth < ITEM_DEPTH:
-                    self._in_array = False
+                elif self._in_array and self._depth < ITEM_DEPTH:
+                    self._keep(data[kept:at])
+                    kept, self._in_array = at, False
         self._keep(data[kept:])
         return items
 
@@ -94,7 +97,8 @@ class ItemScanner:
                 limit = f"{self._max_bytes} bytes (`limits.body_bytes` of this server)"
                 raise TooLarge(f"{path}: larger than {limit}", param=path)
             return
-        self._rest += _SPACES.sub(b" ", data)
+        # In the array there is nothing else than spaces and commas.
+        self._rest += _SPACES.sub(b" ", data) if self._in_array else data
         if len(self._rest) > MAX_REST:
             raise TooLarge(f"the fields beside {self._field!r} are larger than {MAX_REST} bytes")
 
