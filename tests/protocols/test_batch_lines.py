@@ -1,5 +1,6 @@
 """The lines of batches: inputs in pieces, errors with their numbers, results, the order by prefix."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +39,7 @@ def line(name: str | None = "a", **fields: Any) -> bytes:
 def read(text: bytes, cuts: Sequence[int] = (), largest: int = LARGEST) -> list[InputLine]:
     reader = LineReader("openai", ENDPOINT, largest)
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    found = [one for begin, end in zip(places, places[1:], strict=False) for one in reader.feed(text[begin:end])]
+    found = [one for begin, end in itertools.pairwise(places) for one in reader.feed(text[begin:end])]
     return found + reader.end()
 
 

@@ -1,5 +1,6 @@
 """Items of an array in a body that arrives in pieces, compared with a parser that has the whole body."""
 
+import itertools
 import json
 from typing import Any
 
@@ -24,7 +25,7 @@ OTHERS = st.dictionaries(TEXT, JSON, max_size=3)
 def scan(body: bytes, cuts: list[int], largest: int = 10_000) -> tuple[list[Any], dict[str, Any]]:
     scanner = ItemScanner("requests", largest)
     places = sorted({0, len(body), *(cut % (len(body) + 1) for cut in cuts)})
-    items = [item for begin, end in zip(places, places[1:], strict=False) for item in scanner.feed(body[begin:end])]
+    items = [item for begin, end in itertools.pairwise(places) for item in scanner.feed(body[begin:end])]
     return [json.loads(item) for item in items], scanner.end()
 
 
@@ -79,7 +80,7 @@ def test_other_bodies_are_refused(body: bytes, message: str) -> None:
 def _scan_only(body: bytes, cuts: list[int]) -> None:
     scanner = ItemScanner("requests", 10_000)
     places = sorted({0, len(body), *cuts})
-    for begin, end in zip(places, places[1:], strict=False):
+    for begin, end in itertools.pairwise(places):
         scanner.feed(body[begin:end])
     scanner.end()
 

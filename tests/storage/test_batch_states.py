@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dragoman.core.events import Usage
 from dragoman.protocols.batch_lines import LineState
@@ -36,7 +37,12 @@ FOLLOWING: dict[BatchState, set[BatchState]] = {
 
 def new_batch(**fields: object) -> StoredBatch:
     usual: dict[str, object] = {"created": 0.0, "expires": WINDOW, "state": "validating", "server": "a"}
-    known: dict[str, object] = {"id": "batch_0", "api": "openai", "endpoint": "/v1/chat/completions", "principal": "ann"}
+    known: dict[str, object] = {
+        "id": "batch_0",
+        "api": "openai",
+        "endpoint": "/v1/chat/completions",
+        "principal": "ann",
+    }
     return StoredBatch(**(known | usual | {"caller": b"", "source": "file-0", "digest": ""} | fields))  # type: ignore[arg-type]
 
 
@@ -77,7 +83,7 @@ class Schedule(RuleBasedStateMachine):
     def validate(self, name: str) -> None:
         if not self.is_owner(name) or next_step(self.batch) != "validate":
             return
-        self.lines = {number: ("waiting", "") for number in range(self.good)}
+        self.lines = dict.fromkeys(range(self.good), ("waiting", ""))
         self.lines |= {self.good + number: ("errored", "input") for number in range(self.bad)}
         errors = tuple(InputError("bad", "", number) for number in range(self.bad))
         self.change(batch_states.validated(self.batch, self.good + self.bad, errors, self.bad, self.now))
@@ -87,7 +93,7 @@ class Schedule(RuleBasedStateMachine):
         """Take a line that waits. It may be taken by another server too, which lost the batch without noticing."""
         server = self.servers[name]
         may_run = name in self.alive and server.batch is not None and server.batch.server == name
-        if may_run and self.lines.get(number, ("", ""))[0] == "waiting":
+        if may_run and self.lines.get(number) == ("waiting", ""):
             server.taken.setdefault(number, 0)
 
     @rule(name=SERVER, number=NUMBER, status=st.sampled_from([200, 200, 400, 429, 502, 503]))
@@ -145,7 +151,7 @@ class Schedule(RuleBasedStateMachine):
     def take_over(self, name: str) -> None:
         if name in self.alive and not self.batch.has_ended and self.batch.server not in self.alive:
             # Only the column changes.
-            self.change(_with_server(self.batch, name))
+            self.change(msgspec.structs.replace(self.batch, server=name))
 
     @invariant()
     def counts_are_those_of_the_lines(self) -> None:
@@ -191,12 +197,6 @@ class Schedule(RuleBasedStateMachine):
         assert self.batch.has_ended
         self.an_ended_batch_has_the_state_of_its_lines()
         self.counts_are_those_of_the_lines()
-
-
-def _with_server(batch: StoredBatch, name: str) -> StoredBatch:
-    from msgspec.structs import replace
-
-    return replace(batch, server=name)
 
 
 TestSchedule = Schedule.TestCase
