@@ -200,6 +200,10 @@ class App(BaseApp):
         finally:
             exchange.record.model = lease.label
 
+    def restore_caller(self, saved: SavedCaller) -> Caller:
+        """The caller of a stored job. Raises Unauthorized if its key is not valid any more."""
+        return self._authenticator.restore(saved)
+
     async def read_usage(self, read: Callable[[Connection, Authenticator], T]) -> T:
         """Read the ledger, including the requests that have just ended."""
         await self.ledger.flush()
@@ -216,10 +220,6 @@ class App(BaseApp):
 
     async def _write_key_uses(self) -> None:
         await asyncio.to_thread(self.telemetry.key_uses.write, store_path(self.settings.keys))
-
-    def restore_caller(self, saved: SavedCaller) -> Caller:
-        """The caller of a job. Raises Unauthorized if its key is not valid any more."""
-        return self._authenticator.restore(saved)
 
     def new_request_id(self, path: str) -> str:
         """The id of a job that posts to a path."""

@@ -12,7 +12,7 @@ Rules
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Row, and_, delete, exists, insert, or_, select, tuple_, update
@@ -23,6 +23,7 @@ from dragoman.core.events import Usage
 from dragoman.core.ids import new_id
 from dragoman.protocols.batch_lines import InputLine, LineResult, LineState, ResultLine, refused
 from dragoman.protocols.batches import FINAL_STATES, PREFIXES, Api, InputError
+from dragoman.protocols.files import Order
 from dragoman.storage import batch_states
 from dragoman.storage.batch_states import StoredBatch, WrongState
 from dragoman.storage.blobs import Blob
@@ -42,7 +43,6 @@ SPARE_SECONDS = 30 * 86400.0
 GROUP = 1000
 """Rows of one statement that removes something."""
 CLEANUP_SECONDS = 60.0
-Order = Literal["asc", "desc"]
 _COLUMNS = [name for name in StoredBatch.__struct_fields__ if name in batches.c]
 """The fields that have columns of their own."""
 

@@ -86,10 +86,12 @@ class LineJobs:
 
     async def _work(self, source: BinaryIO) -> None:
         while (line := await self._next_line()) is not None:
-            text = await asyncio.to_thread(os.pread, source.fileno(), line.length, line.begin)
-            result = await self._answer(request_body(self._batch.api, text))
+            result = await self._answer(await asyncio.to_thread(self._read_body, source, line))
             if result is not None:
                 await self._record(line, result)
+
+    def _read_body(self, source: BinaryIO, line: WaitingLine) -> bytes:
+        return request_body(self._batch.api, os.pread(source.fileno(), line.length, line.begin))
 
     async def _next_line(self) -> WaitingLine | None:
         room = self._room
