@@ -74,14 +74,14 @@ def test_batches_survive_kills_of_the_server(tmp_path: Path, serving: Serving) -
 def test_kills_while_results_are_written(tmp_path: Path, serving: Serving) -> None:
     config = {"models": {"echo": {"engine": "scripted"}}, "limits": {"batch_lines": 64}}
     with serving(tmp_path, config) as running, sdk(running) as client:
-        batch = submit(client, lines(2000)).id
-        wait_for_progress(running, batch, 1900)
+        batch = submit(client, lines(600)).id
+        wait_for_progress(running, batch, 550)
         # The end is near; the kill hits the last lines, the files, or the removal of the lines.
     for _ in range(2):
         with serving(tmp_path, config) as running:
-            assert progress(running, batch) >= 1900
+            assert progress(running, batch) >= 550
     with serving(tmp_path, config) as running:
-        check_results(running, batch, 2000)
+        check_results(running, batch, 600)
 
 
 def test_kills_of_the_worker_are_retried(tmp_path: Path, serving: Serving) -> None:

@@ -46,7 +46,7 @@ class InputLine(msgspec.Struct, frozen=True):
 
 
 class LineResult(msgspec.Struct, frozen=True, array_like=True):
-    """The final reply to a line. `status` is 0 if there is none, because of an error."""
+    """The final reply to a line. `status` is 0 if an error took its place."""
 
     status: int = 0
     request_id: str = ""
