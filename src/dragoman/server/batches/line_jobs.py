@@ -12,7 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -76,22 +76,29 @@ class LineJobs:
 
     async def run(self) -> None:
         """Run the lines that wait, until none is left or the server stops."""
-        source = await asyncio.to_thread(self._room.blobs.open, self._batch.digest)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(self._room.parallel):
-                    group.create_task(self._work(source))
-        finally:
-            await asyncio.to_thread(source.close)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._room.parallel):
+                group.create_task(self._work())
 
-    async def _work(self, source: BinaryIO) -> None:
+    async def _work(self) -> None:
         while (line := await self._next_line()) is not None:
-            result = await self._answer(await asyncio.to_thread(self._read_body, source, line))
+            body = await self._read_body(line)
+            result = None if body is None else await self._answer(body)
             if result is not None:
                 await self._record(line, result)
 
-    def _read_body(self, source: BinaryIO, line: WaitingLine) -> bytes:
-        return request_body(self._batch.api, os.pread(source.fileno(), line.length, line.begin))
+    async def _read_body(self, line: WaitingLine) -> bytes | None:
+        """The body of the request of a line; None if the server stops before it can be read."""
+        while not self._room.stopping.is_set():
+            try:
+                return await asyncio.to_thread(self._read, line)
+            except StorageUnavailable:
+                await self._room.pause(RETRY_SECONDS)
+        return None
+
+    def _read(self, line: WaitingLine) -> bytes:
+        with self._room.blobs.open(self._batch.digest) as source:
+            return request_body(self._batch.api, os.pread(source.fileno(), line.length, line.begin))
 
     async def _next_line(self) -> WaitingLine | None:
         room = self._room
