@@ -42,6 +42,8 @@ RULES: dict[str, Rule] = {
     "/v1/conversations": Rule("responses", {"POST": 200}),
     "/v1/embeddings": Rule("embeddings", {"POST": 400}),
     "/v1/rerank": Rule("rerank", {"POST": 400}),
+    "/v1/batches": Rule("batches", {"POST": 400, "GET": 200}),
+    "/v1/messages/batches": Rule("messages", {"POST": 400, "GET": 200}),
     "/tokenize": Rule("tokens", {"POST": 400}),
     "/detokenize": Rule("tokens", {"POST": 400}),
     "/metrics": Rule("stats", {"GET": 200}),
@@ -58,6 +60,8 @@ RULES_BELOW: dict[str, tuple[str, Rule]] = {
     "/v1/responses/": ("resp_0", Rule("responses", {"GET": 404, "DELETE": 404, "POST": 404})),
     "/v1/files/": ("file-0", Rule("files", {"GET": 404, "DELETE": 404})),
     "/v1/conversations/": ("conv_0", Rule("responses", {"GET": 404, "DELETE": 404, "POST": 400})),
+    "/v1/batches/": ("batch_0", Rule("batches", {"GET": 404, "POST": 404})),
+    "/v1/messages/batches/": ("msgbatch_0", Rule("messages", {"GET": 404, "DELETE": 404, "POST": 404})),
     "/admin/models/": ("echo/load", Rule("admin", {"POST": 200})),
 }
 """By prefix: a name below it that the matrix asks for, and the rule for all names."""

@@ -178,6 +178,31 @@ def shape(answer: httpx.Response, *ids: str) -> tuple[int, list[str], str]:
     return answer.status_code, sorted(answer.headers), text
 
 
+def test_batches_of_another_principal_do_not_exist(tenants: list[Tenant]) -> None:
+    anna, bob, body = tenants[1], tenants[3], {"custom_id": "a", "params": {"messages": [], "max_tokens": 1}}
+    line = b'{"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": "x"}}'
+    upload = {"data": {"purpose": "batch"}, "files": {"file": ("a.jsonl", line)}}
+    file = anna.client.post("/v1/files", **upload).json()["id"]  # type: ignore[arg-type]
+    fields = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    assert bob.client.post("/v1/batches", json=fields).status_code == 400
+    made = {
+        "/v1/batches": anna.client.post("/v1/batches", json=fields),
+        "/v1/messages/batches": anna.client.post("/v1/messages/batches", json={"requests": [body]}),
+    }
+    for path, created in made.items():
+        known, missing = created.json()["id"], created.json()["id"].partition("_")[0] + "_" + "0" * 24
+        assert anna.client.get(f"{path}/{known}").status_code == 200
+        assert known not in bob.client.get(path).text
+        for method, below in (("GET", ""), ("POST", "/cancel"), ("DELETE", ""), ("GET", "/results")):
+            answer = bob.client.request(method, f"{path}/{known}{below}")
+            assert answer.status_code in (404, 405)
+            other = bob.client.request(method, f"{path}/{missing}{below}")
+            ids = answer.headers["x-request-id"], other.headers["x-request-id"]
+            assert shape(answer, known, ids[0]) == shape(other, missing, ids[1])
+        cursor = "after" if path == "/v1/batches" else "after_id"
+        assert bob.client.get(path, params={cursor: known}).status_code == 400
+
+
 def test_time_of_a_404_does_not_reveal_whether_a_response_exists(tenants: list[Tenant]) -> None:
     anna, bob = tenants[1], tenants[3]
     known = ask(anna, input="mark-anna-" + "long " * 20_000).json()["id"]

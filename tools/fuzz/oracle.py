@@ -39,7 +39,7 @@ KINDS = {
 }
 STREAMS = frozenset({"chat", "completions", "messages", "responses"})
 OPENAI_PATHS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank", "/v1/batches"),
     "/v1/organization/",
     "/v1/conversations",
 )

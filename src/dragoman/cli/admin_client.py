@@ -4,7 +4,8 @@ import argparse
 import os
 import ssl
 import urllib.parse
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import IO, TYPE_CHECKING, Any
 
 from dragoman.cli.common import load_config
 from dragoman.config.sections import Tls
@@ -52,20 +53,40 @@ class AdminClient:
         return self._request("GET", path, TIMEOUT_SECONDS)
 
     def post(self, path: str, body: object = None) -> Any:
-        return self._request("POST", path, LOAD_TIMEOUT_SECONDS, body)
+        return self._request("POST", path, LOAD_TIMEOUT_SECONDS, json=body)
+
+    def upload(self, path: str, fields: Mapping[str, str], name: str, content: IO[bytes]) -> Any:
+        """Send a form with a file."""
+        form = {"data": fields, "files": {"file": (name, content)}}
+        return self._request("POST", path, LOAD_TIMEOUT_SECONDS, **form)
+
+    def download(self, path: str, out: IO[bytes]) -> None:
+        """Write the body of an answer to a file while it arrives."""
+        from dragoman.client.http_settings import NO_RESPONSE, describe
+
+        try:
+            with self._http.stream("GET", self._url(path), timeout=TIMEOUT_SECONDS) as response:
+                if not response.is_success:
+                    response.read()
+                    raise ConfigError(f"{self.address}: the server answered {_describe(response, path)}")
+                for piece in response.iter_bytes():
+                    out.write(piece)
+        except NO_RESPONSE as error:
+            raise ConfigError(f"{self.address}: no answer: {describe(error)}{_hint(error)}") from error
 
     def unexpected_answer(self, expected: str = "a list of models") -> ConfigError:
         return ConfigError(f"{self.address}: the answer is not {expected}")
 
-    def _request(self, method: str, path: str, timeout: float, body: object = None) -> Any:
-        in_api = path.startswith(API)
-        url = self._where.api + path.removeprefix(API) if in_api else self._where.root + path
+    def _url(self, path: str) -> str:
+        return self._where.api + path.removeprefix(API) if path.startswith(API) else self._where.root + path
+
+    def _request(self, method: str, path: str, timeout: float, **content: Any) -> Any:
         headers = {ADMIN_TOKEN_HEADER: self._token} if self._token and path.startswith(ADMIN) else None
         # Imported here, like httpx below: `dragoman serve` starts much faster without it.
         from dragoman.client.http_settings import NO_RESPONSE, describe
 
         try:
-            response = self._http.request(method, url, json=body, headers=headers, timeout=timeout)
+            response = self._http.request(method, self._url(path), headers=headers, timeout=timeout, **content)
             if not response.is_success:
                 raise ConfigError(f"{self.address}: the server answered {_describe(response, path)}")
             return response.json()

@@ -33,6 +33,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keepalive_seconds: Seconds = 10.0
     choices: Count = 128
     stop_strings: Count = 32
+    batch_lines: Count = 16
+    """Lines of all batches that run or wait for a model at the same time."""
     kept_responses: Count = 1000
     """Stored responses. The three limits apply only to a database in memory."""
     kept_bytes: Count = 64 * 1024 * 1024

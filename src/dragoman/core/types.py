@@ -20,6 +20,7 @@ RouteScope = Literal[
     "embeddings",
     "rerank",
     "files",
+    "batches",
     "models",
     "tokens",
     "stats",

@@ -13,6 +13,7 @@ from sqlalchemy import Connection
 from dragoman.config.settings import Settings
 from dragoman.core.engine import Engine
 from dragoman.core.errors import NotSupported, StorageUnavailable, Unauthorized
+from dragoman.core.ids import new_id
 from dragoman.models import Catalog, EngineFactory, ServedModel
 from dragoman.protocols.models import ReloadResult
 from dragoman.protocols.usage import day_of
@@ -21,9 +22,13 @@ from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, has_token
 from dragoman.server.auth.callers import Caller, QuotaLease, SavedCaller
 from dragoman.server.background import BackgroundResponses
 from dragoman.server.base_app import RESPONSES_PATH, BaseApp, Route, RouteTable
+from dragoman.server.batches.line_jobs import JobRoom
+from dragoman.server.batches.results import ResultWriter
+from dragoman.server.batches.runner import BatchRunner
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LocalModelLease
 from dragoman.server.telemetry.recorder import TelemetryRecorder, without_secrets
+from dragoman.storage.batches import BatchStore
 from dragoman.storage.blobs import open_blobs
 from dragoman.storage.budgets import first_day
 from dragoman.storage.conversations import ConversationStore
@@ -49,7 +54,7 @@ LEDGER_EXPIRY_SECONDS = 3600.0
 FIXED = ("host", "port", "socket", "tls", "event_log", "storage", "grace_seconds", "workers", "protocols")
 FIXED_TELEMETRY = ("log_format", "log_level", "log_requests", "metrics_by_principal", "traces")
 FIXED_LIMITS = (
-    *("header_bytes", "body_seconds", "write_seconds", "keepalive_seconds", "stall_seconds"),
+    *("header_bytes", "body_seconds", "write_seconds", "keepalive_seconds", "stall_seconds", "batch_lines"),
     *("kept_responses", "kept_bytes", "kept_seconds"),
 )
 """Settings that change only with a restart."""
@@ -75,6 +80,7 @@ class App(BaseApp):
     responses: ResponseStore
     background: BackgroundResponses
     files: FileStore
+    batches: BatchStore
 
     def __init__(
         self,
@@ -91,6 +97,12 @@ class App(BaseApp):
         self.ledger = self.telemetry.ledger = Ledger(self.database, settings, self.telemetry.metrics.limited)
         self.blobs = open_blobs(settings.storage)
         self.files = FileStore(self.database, self.blobs, settings.storage.keep.files)
+        self.batches = BatchStore(self.database, self.files, settings.storage.keep.batches)
+        limits = settings.limits
+        room = JobRoom(self, self.batches, self.blobs, self.telemetry.metrics, limits.batch_lines)
+        writer = ResultWriter(self.batches, self.files, self.blobs)
+        self.batch_runner = BatchRunner(room, writer, limits.body_bytes)
+        self.batches.on_change = self.batch_runner.wake
         self.maintenance = Maintenance()
         if self.database.is_shared:
             self.maintenance.add(self.database.renew_heartbeat, HEARTBEAT_SECONDS)
@@ -106,6 +118,7 @@ class App(BaseApp):
         self.maintenance.add(store.remove_expired, RESPONSE_EXPIRY_SECONDS)
         self.maintenance.add(self.conversations.remove_unused, RESPONSE_EXPIRY_SECONDS)
         self.maintenance.add(self.background.resume, DEAD_SECONDS)
+        self.maintenance.add(self.batches.remove_expired, EXPIRY_SECONDS)
         self.created = int(time.time())
         self.started = time.monotonic()
         self.admin_token = secrets.token_urlsafe(32)
@@ -226,20 +239,30 @@ class App(BaseApp):
     async def _write_key_uses(self) -> None:
         await asyncio.to_thread(self.telemetry.key_uses.write, store_path(self.settings.keys))
 
+    def new_request_id(self, path: str) -> str:
+        """The id of a job that posts to a path."""
+        return new_id(self.routes.paths[path]["POST"].id_prefix)
+
     def start(self) -> None:
         super().start()
         self.maintenance.start()
+        self.batch_runner.start()
         self._restoring = asyncio.get_running_loop().create_task(self._restore_limits())
         self.telemetry.events.start(
             {"models": self.catalog.describe_models(), "config": without_secrets(self.settings)}
         )
+
+    async def finish_jobs(self, grace_seconds: float, forced: asyncio.Event | None = None) -> None:
+        """Begin no further jobs. Running ones have the grace time, unless the stop is forced."""
+        forced = forced or asyncio.Event()
+        await asyncio.gather(self.batch_runner.stop(grace_seconds, forced), self.background.stop(grace_seconds, forced))
 
     async def stop(self) -> None:
         if self._is_stopped:
             return
         self._is_stopped = True
         self.stop_requests()
-        await self.background.stop(0, asyncio.Event())
+        await self.finish_jobs(0)
         await self.tasks.finish()
         await self.catalog.stop()
         await self.maintenance.stop()

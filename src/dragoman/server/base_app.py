@@ -51,6 +51,7 @@ from dragoman.server.http.response import Receive, Scope, Send
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import ModelLease
 from dragoman.server.telemetry.recorder import Recorder
+from dragoman.storage.batches import Batches
 from dragoman.storage.blobs import BlobStore
 from dragoman.storage.files import Files
 from dragoman.storage.response_values import StoredResponses
@@ -113,6 +114,7 @@ class BaseApp(ABC):
     background: BackgroundStarter
     files: Files
     blobs: BlobStore
+    batches: Batches
     hooks: Hooks | None = None
     """Callables of the application that made this app."""
     identify: Identify | None = None

@@ -16,6 +16,7 @@ from dragoman.server.app import App, SettingsLoader
 from dragoman.server.auth.host_user import Identify
 from dragoman.server.base_app import METRICS_PATH, RESPONSES_PATH, Methods, Route, RouteTable, SharedRoute
 from dragoman.server.handlers import (
+    batches,
     conversations,
     embeddings,
     files,
@@ -57,6 +58,11 @@ PATHS: dict[str, Methods[App]] = {
     },
     f"{RESPONSES_PATH}/input_tokens": {"POST": Route(responses.count, family=OPENAI)},
     conversations.PATH: {"POST": Route(conversations.create, family=OPENAI)},
+    batches.PATH: {"POST": Route(batches.create, family=OPENAI), "GET": Route(batches.list_batches, family=OPENAI)},
+    batches.ANTHROPIC_PATH: {
+        "POST": SharedRoute(batches.create_anthropic, family=ANTHROPIC),
+        "GET": Route(batches.list_anthropic, family=ANTHROPIC),
+    },
     files.PATH: {"POST": SharedRoute(files.create), "GET": Route(files.list_files)},
     "/v1/embeddings": {"POST": Route(embeddings.embeddings, "emb-", OPENAI)},
     "/v1/rerank": {"POST": Route(embeddings.rerank, "rerank-", OPENAI)},
@@ -85,6 +91,12 @@ PREFIX_PATHS: dict[str, Methods[App]] = {
         "DELETE": Route(conversations.delete, family=OPENAI),
     },
     f"{files.PATH}/": {"GET": SharedRoute(files.show), "DELETE": Route(files.delete)},
+    f"{batches.PATH}/": {"GET": Route(batches.show, family=OPENAI), "POST": Route(batches.cancel, family=OPENAI)},
+    f"{batches.ANTHROPIC_PATH}/": {
+        "GET": SharedRoute(batches.show_anthropic, family=ANTHROPIC),
+        "POST": Route(batches.cancel_anthropic, family=ANTHROPIC),
+        "DELETE": Route(batches.delete_anthropic, family=ANTHROPIC),
+    },
     f"{models.ADMIN_ROOT}/": {"POST": Route(models.change)},
 }
 

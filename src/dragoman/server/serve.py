@@ -192,7 +192,7 @@ async def _serve(app: App, count: int) -> None:
                 await _drain(app.settings, forced)
             file.remove()
             grace = settings.grace_seconds
-            await asyncio.gather(server.stop(grace), app.background.stop(grace, forced))
+            await asyncio.gather(server.stop(grace), app.finish_jobs(grace, forced))
         finally:
             file.remove()
             token_file.remove()

@@ -78,35 +78,44 @@ class FileStore:
         media_type: str = BINARY,
     ) -> StoredFile:
         """Add a file with a content that has just been written. `expires` is a time; None means the default."""
+        file = self.draft(principal, name, purpose, blob, expires, media_type)
+        try:
+            await self._database.write(lambda connection: self.insert(connection, file))
+        except StorageUnavailable:
+            await self._remove_contents([blob.digest])
+            raise
+        return file
+
+    def draft(
+        self,
+        principal: str,
+        name: str,
+        purpose: str,
+        blob: Blob,
+        expires: float | None = None,
+        media_type: str = BINARY,
+    ) -> StoredFile:
+        """A file that is not stored yet."""
         now = time.time()
-        if expires is None:
-            expires = now + self._keep_seconds
-        file = StoredFile(
+        return StoredFile(
             id=new_id(PREFIX),
             principal=principal,
             created=now,
-            expires=expires,
+            expires=now + self._keep_seconds if expires is None else expires,
             name=name,
             purpose=purpose,
             media_type=media_type,
             size=blob.size,
             digest=blob.digest,
         )
-        row = msgspec.structs.asdict(file) | {"name": name.encode()}
 
-        def change(connection: Connection) -> None:
-            _lock(connection, blob.digest)
-            connection.execute(insert(files).values(row))
-            if not self._blobs.has(blob.digest):
-                # The last other file with this content was deleted meanwhile.
-                raise StorageUnavailable("the file was not stored; send it again", retry_after=RETRY_SECONDS)
-
-        try:
-            await self._database.write(change)
-        except StorageUnavailable:
-            await self._remove_contents([blob.digest])
-            raise
-        return file
+    def insert(self, connection: Connection, file: StoredFile) -> None:
+        """Store the file as a part of a transaction. Its content has just been written."""
+        _lock(connection, file.digest)
+        connection.execute(insert(files).values(msgspec.structs.asdict(file) | {"name": file.name.encode()}))
+        if not self._blobs.has(file.digest):
+            # The last other file with this content was deleted meanwhile.
+            raise StorageUnavailable("the file was not stored; send it again", retry_after=RETRY_SECONDS)
 
     async def find(self, principal: str, file_id: str) -> StoredFile | None:
         if not ID.fullmatch(file_id):

@@ -200,15 +200,24 @@ batches = Table(
     metadata,
     Column("id", Text, primary_key=True),
     Column("api", Text, nullable=False),
-    Column("principal", Text, nullable=False, index=True),
+    Column("principal", Text, nullable=False),
     Column("created", Time, nullable=False),
+    Column("expires", Time, nullable=False),
+    Column("ended", Time, index=True),
     Column("state", Text, nullable=False, index=True),
     Column("server", Text),
-    Column("heartbeat", Time),
+    Column("total", Whole, nullable=False),
+    Column("succeeded", Whole, nullable=False),
+    Column("errored", Whole, nullable=False),
+    Column("prompt", Whole, nullable=False),
+    Column("cached", Whole, nullable=False),
+    Column("completion", Whole, nullable=False),
+    Column("reasoning", Whole, nullable=False),
     Column("body", LargeBinary, nullable=False),
+    Index("batches_by_principal", "principal", "api", "created", "id"),
     sqlite_strict=True,
 )
-"""`server` runs the batch; without a recent heartbeat another takes it over. `body` has the other fields as JSON."""
+"""`server` runs the batch; once it is dead, another takes the batch over. `body` has the other fields as JSON."""
 
 batch_lines = Table(
     "batch_lines",
@@ -218,13 +227,14 @@ batch_lines = Table(
     Column("custom_id", LargeBinary, nullable=False),
     Column("begin", Whole, nullable=False),
     Column("length", Whole, nullable=False),
+    Column("prefix", LargeBinary, nullable=False),
     Column("state", Text, nullable=False),
     Column("result", LargeBinary),
     Index("batch_lines_by_custom_id", "batch", "custom_id", unique=True),
-    Index("batch_lines_by_state", "batch", "state"),
+    Index("batch_lines_by_state", "batch", "state", "prefix", "number"),
     sqlite_strict=True,
 )
-"""`begin` and `length` locate the line in the input."""
+"""`begin` and `length` locate the line in the input. `prefix` orders lines that wait (see `protocols.batch_lines`)."""
 
 servers = Table(
     "servers",

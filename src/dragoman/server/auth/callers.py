@@ -38,6 +38,7 @@ SCOPE_BY_PREFIX: tuple[tuple[str, RouteScope], ...] = (
     ("/v1/embeddings", "embeddings"),
     ("/v1/rerank", "rerank"),
     ("/v1/files", "files"),
+    ("/v1/batches", "batches"),
     ("/v1/models", "models"),
     ("/v1/organization/", "stats"),
     ("/tokenize", "tokens"),

@@ -16,6 +16,7 @@ The end of the connection ends the front end. `id` is the id of a request, as in
     check_responses, keep_response, ...         as the methods of `StoredResponses`; these belong to no request
     start_background                            as `start` of the background responses
     add_file, find_file                         as those of the stored files
+    add_batch, find_batch                       as those of the batches
 """
 
 from typing import Any, Literal
@@ -37,9 +38,11 @@ from dragoman.ipc.messages import (
     RawGenerate,
     Step,
 )
+from dragoman.protocols.batches import Api
 from dragoman.server.background import BackgroundRequest
 from dragoman.server.model_lease import LeaseInfo, LeaseRequest
 from dragoman.server.telemetry.metrics import RequestRecord
+from dragoman.storage.batches import NewBatch
 from dragoman.storage.blobs import Blob
 from dragoman.storage.budgets import OwnedBudget
 from dragoman.storage.response_values import EarlyEnd, EndedResponse, Recording, StoredResponse
@@ -162,6 +165,8 @@ ARGUMENTS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "start_background": msgspec.msgpack.Decoder(tuple[StoredResponse, BackgroundRequest, bytes]),
     "add_file": msgspec.msgpack.Decoder(tuple[str, str, str, Blob, float | None, str]),
     "find_file": msgspec.msgpack.Decoder(tuple[str, str]),
+    "add_batch": msgspec.msgpack.Decoder(tuple[NewBatch]),
+    "find_batch": msgspec.msgpack.Decoder(tuple[str, Api, str]),
 }
 """The methods of the parent that a request can call, with the types of their arguments."""
 

@@ -29,6 +29,7 @@ from dragoman.server.frontends import messages
 from dragoman.server.frontends.remote import (
     ParentConnection,
     RemoteBackground,
+    RemoteBatches,
     RemoteFiles,
     RemoteModelLease,
     RemoteQuotaLease,
@@ -53,6 +54,7 @@ class FrontEndApp(BaseApp):
         self.responses = RemoteResponses(parent)
         self.background = RemoteBackground(parent)
         self.files = RemoteFiles(parent)
+        self.batches = RemoteBatches(parent)
         self.blobs = BlobStore(blob_directory(settings.storage))
         self._parent = parent
 

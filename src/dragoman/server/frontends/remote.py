@@ -1,4 +1,4 @@
-"""Gives a front end access to the models, quotas, stored responses, files and telemetry of its parent."""
+"""Gives a front end access to the models, quotas, stored responses, files, batches and telemetry of its parent."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from dragoman.core.request import GenerationRequest
 from dragoman.ipc.engine_client import EngineClient, ProxyEngine, RemoteStream, encode_request, make_method_call
 from dragoman.ipc.framing import MessageConnection
 from dragoman.ipc.messages import Call, EngineInfo, MethodCall, PackedStep, Ping, Pong, decode_packed_step
+from dragoman.protocols.batches import Api
 from dragoman.protocols.files import BINARY
 from dragoman.server.background import BackgroundRequest
 from dragoman.server.frontends import messages
@@ -21,6 +22,8 @@ from dragoman.server.frontends.messages import LeaseReply
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LeaseInfo, LeaseRequest, ModelLease
 from dragoman.server.telemetry.metrics import Metrics, RequestRecord
+from dragoman.storage.batch_states import StoredBatch
+from dragoman.storage.batches import NewBatch
 from dragoman.storage.blobs import Blob
 from dragoman.storage.files import StoredFile
 from dragoman.storage.response_values import (
@@ -246,6 +249,21 @@ class RemoteFiles:
     async def find(self, principal: str, file_id: str) -> StoredFile | None:
         method_call = make_method_call("find_file", principal, file_id)
         found: StoredFile | None = await self._parent.call_method(method_call, StoredFile | None)  # type: ignore[arg-type]
+        return found
+
+
+class RemoteBatches:
+    """The parent's batches, as far as front ends answer requests about them."""
+
+    def __init__(self, parent: ParentConnection) -> None:
+        self._parent = parent
+
+    async def add(self, batch: NewBatch) -> StoredBatch:
+        return await self._parent.call_method(make_method_call("add_batch", batch), StoredBatch)
+
+    async def find(self, principal: str, api: Api, batch_id: str) -> StoredBatch | None:
+        method_call = make_method_call("find_batch", principal, api, batch_id)
+        found: StoredBatch | None = await self._parent.call_method(method_call, StoredBatch | None)  # type: ignore[arg-type]
         return found
 
 

@@ -161,6 +161,8 @@ class RequestHandlers:
             "start_background": app.background.start,
             "add_file": app.files.add,
             "find_file": app.files.find,
+            "add_batch": app.batches.add,
+            "find_batch": app.batches.find,
         }
         self._methods |= {name: partial(_call_store, method) for name, method in stored.items()}
 

@@ -163,6 +163,10 @@ def _counters(metrics: Metrics) -> Iterator[Metric]:
     for limit, count in sorted(metrics.limited.items()):
         limited.add_metric([limit], count)
     yield limited
+    batch_lines = CounterMetricFamily("dragoman_batch_lines", "Lines of batches with a result.", labels=["result"])
+    for result, count in sorted(metrics.batch_lines.items()):
+        batch_lines.add_metric([result], count)
+    yield batch_lines
 
 
 def _principal_counters(principals: Mapping[str, PrincipalMetrics]) -> Iterator[Metric]:

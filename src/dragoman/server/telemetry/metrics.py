@@ -341,6 +341,8 @@ class Metrics:
         self._others = ModelMetrics()
         self.limited: Counter[str] = Counter()
         """Requests refused by the limits of a key, by kind."""
+        self.batch_lines: Counter[str] = Counter()
+        """Lines of batches, by result."""
 
     def for_model(self, model: str) -> ModelMetrics:
         metrics = self._models.get(model)

@@ -1,0 +1,209 @@
+"""`dragoman batch`: submits files of requests to a running server, shows their progress, and fetches the results."""
+
+import argparse
+import json
+import os
+import sys
+import time
+import urllib.parse
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from dragoman.cli import admin_client
+from dragoman.cli.admin_client import AdminClient
+from dragoman.cli.common import Commands, add_command, format_table, print_progress
+from dragoman.core.errors import DECODE_ERRORS, ConfigError
+from dragoman.protocols.batches import DEFAULT_WINDOW, FINAL_STATES
+
+EXAMPLES = """\
+examples:
+  dragoman batch submit requests.jsonl --wait          run all requests of the file, and show the progress
+  dragoman batch submit requests.jsonl --window 7d     give up what is not answered within a week
+  dragoman batch status                                list the batches
+  dragoman batch status batch_0123456789ab             show one batch
+  dragoman batch results batch_0123456789ab -o out.jsonl
+  dragoman batch cancel batch_0123456789ab
+
+FILE has one request on each line: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}.
+The commands talk to the server at --url or $DRAGOMAN_URL, or to that of the configuration. If the server requires a
+key, give one in --api-key or $DRAGOMAN_API_KEY.
+"""
+PATH, FILES = "/v1/batches", "/v1/files"
+POLL_SECONDS = 1.0
+PATIENCE_SECONDS = 120.0
+"""How long `--wait` waits for a server that does not answer, such as one that restarts."""
+BAR = 30
+LISTED = 20
+
+
+class _Line(msgspec.Struct):
+    url: str
+
+
+def add(commands: Commands) -> None:
+    description = "Run many requests in the background: a batch in OpenAI's API."
+    parser = add_command(commands, "batch", "run files of requests", description, EXAMPLES)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
+    submit = _add_action(actions, "submit", "submit a file of requests", _submit)
+    submit.add_argument("file", metavar="FILE", help="requests as JSON lines")
+    submit.add_argument("--endpoint", metavar="PATH", help="the `url` of all requests (that of the first one)")
+    submit.add_argument("--window", metavar="TIME", default=DEFAULT_WINDOW, help=f"24h, 7d ({DEFAULT_WINDOW})")
+    submit.add_argument("--wait", action="store_true", help="wait for the end; exit code 1 if a request failed")
+    status = _add_action(actions, "status", "show a batch, or list all", _show)
+    status.add_argument("id", metavar="ID", nargs="?")
+    results = _add_action(actions, "results", "print the results of a batch", _fetch)
+    results.add_argument("id", metavar="ID")
+    results.add_argument("-o", "--output", metavar="FILE", help="write them to this file")
+    results.add_argument("--errors", action="store_true", help="the requests that failed, in place of the others")
+    cancel = _add_action(actions, "cancel", "cancel a batch", _cancel)
+    cancel.add_argument("id", metavar="ID")
+
+
+def _add_action(actions: Commands, name: str, summary: str, run: Any) -> argparse.ArgumentParser:
+    parser = add_command(actions, name, summary, f"{summary[:1].upper()}{summary[1:]}.", EXAMPLES)
+    admin_client.add_flags(parser)
+    if name != "results":
+        parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _connect(arguments: argparse.Namespace) -> AdminClient:
+    if arguments.url is None and arguments.config is None:
+        arguments.url = os.environ.get("DRAGOMAN_URL")
+    return admin_client.from_arguments(arguments)
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    path = Path(arguments.file)
+    try:
+        endpoint = arguments.endpoint or _first_url(path)
+        server = _connect(arguments)
+        with path.open("rb") as content:
+            file = server.upload(FILES, {"purpose": "batch"}, path.name, content)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    fields = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": arguments.window}
+    batch = server.post(PATH, fields)
+    if not arguments.wait:
+        _print(batch, arguments, batch["id"])
+        return 0
+    print_progress(batch["id"])
+    try:
+        batch = _wait(server, batch["id"])
+    except KeyboardInterrupt:
+        print_progress(f"\nthe batch goes on; see dragoman batch status {batch['id']}")
+        raise
+    _print(batch, arguments, _describe(batch))
+    return int(batch["status"] != "completed" or batch["request_counts"]["failed"] > 0)
+
+
+def _first_url(path: Path) -> str:
+    with path.open("rb") as lines:
+        first = next((line for line in lines if line.strip()), b"")
+    try:
+        return msgspec.json.decode(first, type=_Line).url
+    except DECODE_ERRORS as error:
+        raise ConfigError(f"{path}: the first line has no `url`; give --endpoint") from error
+
+
+def _wait(server: AdminClient, batch_id: str) -> Any:
+    """Show the progress until the batch has ended."""
+    answered = time.monotonic()
+    while True:
+        try:
+            batch = server.get(f"{PATH}/{batch_id}")
+            answered = time.monotonic()
+        except ConfigError:
+            if time.monotonic() - answered > PATIENCE_SECONDS:
+                raise
+        else:
+            if sys.stderr.isatty():
+                print(f"\r{_progress(batch)}\x1b[K", end="", file=sys.stderr, flush=True)
+            if batch["status"] in FINAL_STATES:
+                if sys.stderr.isatty():
+                    print(file=sys.stderr)
+                return batch
+        time.sleep(POLL_SECONDS)
+
+
+def _progress(batch: Any) -> str:
+    counts = batch["request_counts"]
+    total, done = counts["total"], counts["completed"] + counts["failed"]
+    filled = BAR * done // total if total else 0
+    failed = f", {counts['failed']} failed" if counts["failed"] else ""
+    return f"[{'#' * filled}{'.' * (BAR - filled)}] {done}/{total} {batch['status']}{failed}"
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    server = _connect(arguments)
+    if arguments.id is not None:
+        batch = server.get(_path(arguments.id))
+        _print(batch, arguments, _describe(batch))
+        return 0
+    batches = server.get(f"{PATH}?limit={LISTED}")["data"]
+    rows = [["BATCH", "CREATED", "STATUS", "LINES", "COMPLETED", "FAILED"]]
+    for batch in batches:
+        counts = batch["request_counts"]
+        created = datetime.fromtimestamp(batch["created_at"]).astimezone().strftime("%Y-%m-%d %H:%M")
+        numbers = [str(counts[name]) for name in ("total", "completed", "failed")]
+        rows.append([batch["id"], created, batch["status"], *numbers])
+    _print(batches, arguments, format_table(rows) if batches else "no batches")
+    return 0
+
+
+def _describe(batch: Any) -> str:
+    counts, usage = batch["request_counts"], batch["usage"]
+    tokens = f"{usage['input_tokens']} in ({usage['input_tokens_details']['cached_tokens']} cached)"
+    rows = [
+        ["batch", batch["id"]],
+        ["status", batch["status"]],
+        ["lines", f"{counts['total']}: {counts['completed']} completed, {counts['failed']} failed"],
+        ["tokens", f"{tokens}, {usage['output_tokens']} out"],
+    ]
+    rows += [["error", error["message"]] for error in (batch["errors"] or {"data": []})["data"]]
+    if batch["output_file_id"]:
+        rows.append(["results", f"dragoman batch results {batch['id']}"])
+    if batch["error_file_id"]:
+        rows.append(["failed lines", f"dragoman batch results {batch['id']} --errors"])
+    return format_table(rows)
+
+
+def _fetch(arguments: argparse.Namespace) -> int:
+    server = _connect(arguments)
+    batch = server.get(_path(arguments.id))
+    if batch["status"] not in FINAL_STATES:
+        raise ConfigError(f"{batch['id']} has no results yet; it is {batch['status']}")
+    file = batch["error_file_id" if arguments.errors else "output_file_id"]
+    with ExitStack() as stack:
+        out: IO[bytes] = sys.stdout.buffer
+        if arguments.output is not None:
+            try:
+                out = stack.enter_context(Path(arguments.output).open("wb"))
+            except OSError as error:
+                raise ConfigError(f"{arguments.output}: {error.strerror or error}") from error
+        if file is not None:
+            server.download(f"{FILES}/{file}/content", out)
+        out.flush()
+    failed = batch["request_counts"]["failed"]
+    if failed and not arguments.errors:
+        print_progress(f"{failed} lines failed; see them with --errors")
+    return 0
+
+
+def _cancel(arguments: argparse.Namespace) -> int:
+    batch = _connect(arguments).post(f"{_path(arguments.id)}/cancel", {})
+    _print(batch, arguments, f"{batch['id']}: {batch['status']}")
+    return 0
+
+
+def _path(batch_id: str) -> str:
+    return f"{PATH}/{urllib.parse.quote(batch_id, safe='')}"
+
+
+def _print(value: Any, arguments: argparse.Namespace, text: str) -> None:
+    print(json.dumps(value, indent=2) if arguments.json else text)

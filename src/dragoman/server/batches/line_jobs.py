@@ -1,0 +1,174 @@
+"""Sends the requests of the lines of one batch as jobs, and records their results.
+
+Rules
+1. Lines run in the order of their prefixes, several at once.
+2. A request that failed for a reason that may pass is sent again after a pause (see `batch_states.retry_pause`).
+3. A result that cannot be recorded now is recorded later; meanwhile no other line takes its place.
+4. A line whose job is cancelled has no result, and runs again.
+"""
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+import msgspec
+
+from dragoman.core.errors import StorageUnavailable, Unauthorized
+from dragoman.core.events import Usage
+from dragoman.protocols.batch_lines import LineResult, read_usage, request_body
+from dragoman.protocols.registry import ANTHROPIC
+from dragoman.protocols.wire_protocol import OPENAI
+from dragoman.server.app_calls import AppReply, Job, call_app, job_scope
+from dragoman.server.auth.callers import Caller, SavedCaller
+from dragoman.server.telemetry.metrics import Metrics
+from dragoman.storage.batch_states import FAILED_STATUS, StoredBatch, retry_pause
+from dragoman.storage.batches import FIRST, BatchStore, WaitingLine
+from dragoman.storage.blobs import BlobStore
+
+PAGE = 64
+"""Waiting lines that are read at once."""
+RETRY_SECONDS = 2.0
+
+
+class JobApp(Protocol):
+    """The app that answers the jobs."""
+
+    def restore_caller(self, saved: SavedCaller) -> Caller: ...
+
+    def new_request_id(self, path: str) -> str: ...
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None: ...
+
+
+class JobRoom:
+    """The room for jobs, which all batches of a server share, and what they need."""
+
+    def __init__(self, app: JobApp, store: BatchStore, blobs: BlobStore, metrics: Metrics, parallel: int) -> None:
+        self.app = app
+        self.store = store
+        self.blobs = blobs
+        self.metrics = metrics
+        self.parallel = parallel
+        self.slots = asyncio.Semaphore(parallel)
+        self.stopping = asyncio.Event()
+
+    async def pause(self, seconds: float) -> None:
+        """Wait this long, or until the server stops."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.stopping.wait()
+
+
+class LineJobs:
+    """The jobs of one batch. `on_lost` is called if a result does not count: this server no longer runs the batch."""
+
+    def __init__(self, room: JobRoom, batch: StoredBatch, on_lost: Callable[[], None]) -> None:
+        self._room = room
+        self._batch = batch
+        self._on_lost = on_lost
+        self._caller = msgspec.json.decode(batch.caller, type=SavedCaller)
+        self._waiting: deque[WaitingLine] = deque()
+        self._place = FIRST
+        self._reading = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Run the lines that wait, until none is left or the server stops."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._room.parallel):
+                group.create_task(self._work())
+
+    async def _work(self) -> None:
+        while (line := await self._next_line()) is not None:
+            body = await self._read_body(line)
+            result = None if body is None else await self._answer(body)
+            if result is not None:
+                await self._record(line, result)
+
+    async def _read_body(self, line: WaitingLine) -> bytes | None:
+        """The body of the request of a line; None if the server stops before it can be read."""
+        while not self._room.stopping.is_set():
+            try:
+                return await asyncio.to_thread(self._read, line)
+            except StorageUnavailable:
+                await self._room.pause(RETRY_SECONDS)
+        return None
+
+    def _read(self, line: WaitingLine) -> bytes:
+        with self._room.blobs.open(self._batch.digest) as source:
+            return request_body(self._batch.api, os.pread(source.fileno(), line.length, line.begin))
+
+    async def _next_line(self) -> WaitingLine | None:
+        room = self._room
+        async with self._reading:
+            while not self._waiting and not room.stopping.is_set():
+                try:
+                    page = await room.store.waiting(self._batch.id, self._place, PAGE)
+                except StorageUnavailable:
+                    await room.pause(RETRY_SECONDS)
+                    continue
+                if not page:
+                    return None
+                self._waiting.extend(page)
+                self._place = page[-1].prefix, page[-1].number
+            return None if room.stopping.is_set() else self._waiting.popleft()
+
+    async def _answer(self, body: bytes) -> LineResult | None:
+        """The final result of a request; None if the server stops before."""
+        room, tries = self._room, 0
+        while True:
+            async with room.slots:
+                if room.stopping.is_set():
+                    return None
+                request_id = room.app.new_request_id(self._batch.endpoint)
+                reply = await self._send(request_id, body)
+            tries += 1
+            headers = dict(reply.headers)
+            pause = None
+            if headers.get(b"x-should-retry") != b"false":
+                pause = retry_pause(reply.status, tries, _seconds(headers.get(b"retry-after", b"")))
+            if pause is None:
+                return LineResult(reply.status, request_id, reply.body)
+            await room.pause(pause)
+
+    async def _send(self, request_id: str, body: bytes) -> AppReply:
+        app = self._room.app
+        try:
+            caller = app.restore_caller(self._caller)
+        except Unauthorized as error:
+            encode = (OPENAI if self._batch.api == "openai" else ANTHROPIC).encode_error
+            return AppReply(error.status, [], msgspec.json.encode(encode(error, request_id)))
+        scope = job_scope(Job(caller, request_id, is_batch=True), self._batch.endpoint)
+        disconnected = asyncio.Event()
+        call = asyncio.create_task(call_app(app, scope, body, disconnected))
+        try:
+            reply = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            disconnected.set()
+            await asyncio.wait([call])
+            if not call.cancelled():
+                # An error is of no interest any more, but must be looked at.
+                call.exception()
+            raise
+        return reply if reply.body else AppReply(FAILED_STATUS, [], b"")
+
+    async def _record(self, line: WaitingLine, result: LineResult) -> None:
+        usage = read_usage(result.body) if result.state == "succeeded" else Usage()
+        while True:
+            try:
+                is_recorded = await self._room.store.record(self._batch.id, line.number, result, usage)
+                break
+            except StorageUnavailable:
+                if self._room.stopping.is_set():
+                    return
+                await self._room.pause(RETRY_SECONDS)
+        if is_recorded:
+            self._room.metrics.batch_lines[result.state] += 1
+        else:
+            self._on_lost()
+
+
+def _seconds(value: bytes) -> float | None:
+    return float(value) if value.isdigit() else None
