@@ -60,7 +60,7 @@ async def test_cancelled_write_leaves_the_others(database: Database) -> None:
 
 
 def add_conversation(name: str) -> Callable[[Connection], object]:
-    row = insert(conversations).values(id=name, principal="ann", created=1.0, metadata=b"{}")
+    row = insert(conversations).values(id=name, principal="ann", created=1.0, used=1.0, size=0, metadata=b"{}")
     return lambda connection: connection.execute(row)
 
 
@@ -121,9 +121,11 @@ async def test_closed_database_is_unavailable(database: Database) -> None:
 
 async def test_deleting_a_row_deletes_what_refers_to_it(database: Database) -> None:
     def change(connection: Connection) -> None:
-        connection.execute(insert(conversations).values(id="c", principal="ann", created=1.0, metadata=b"{}"))
+        connection.execute(
+            insert(conversations).values(id="c", principal="ann", created=1.0, used=1.0, size=0, metadata=b"{}")
+        )
         items = metadata.tables["conversation_items"]
-        connection.execute(insert(items).values(conversation="c", position=0, item="i", body=b"{}"))
+        connection.execute(insert(items).values(conversation="c", position=0, item=b"i", body=b"{}"))
         connection.execute(conversations.delete())
         assert not connection.execute(select(items)).all()
 
@@ -229,7 +231,7 @@ async def write():
     database = Database(sys.argv[1])
     for number in range(100_000):
         await database.write(lambda c: c.execute(insert(conversations).values(
-            id=f"{number:06}", principal="", created=1, metadata=b"")))
+            id=f"{number:06}", principal="", created=1, used=1, size=0, metadata=b"")))
         print(number, flush=True)
 asyncio.run(write())
 """

