@@ -197,7 +197,7 @@ def test_prompts_and_replies_are_in_no_log(watched: Watched) -> None:
         (f"{CHAT}/render", prompt),
         ("/v1/completions", {"prompt": PROMPT}),
         ("/v1/messages", prompt | {"max_tokens": 5, "system": PROMPT, "metadata": {"user_id": PROMPT}}),
-        ("/v1/responses", {"input": PROMPT}),
+        ("/v1/responses", {"input": PROMPT, "store": False}),
         ("/v1/responses", {"input": PROMPT, "previous_response_id": PROMPT}),
         ("/v1/embeddings", {"input": PROMPT}),
         ("/v1/rerank", {"query": PROMPT, "documents": [PROMPT]}),
