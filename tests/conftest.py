@@ -141,7 +141,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path, servin
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
+def postgres() -> Iterator[Postgres]:
     """A Postgres server; each test makes databases of its own in it."""
-    with run_postgres(tmp_path_factory.mktemp("postgres")) as server:
+    with run_postgres() as server:
         yield server

@@ -237,3 +237,16 @@ def test_ctrl_c_during_start(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(script)
     done = run(tmp_path, "serve", "--engine", "slow:Engine")
     assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_closed_output_pipe_is_no_error(tmp_path: Path) -> None:
+    pipeline = f"{sys.executable} -m dragoman keys list | true"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {pipeline}"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == ""
+    assert done.returncode in (0, 141)

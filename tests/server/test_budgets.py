@@ -20,7 +20,7 @@ from dragoman.storage.keys import KeyStore
 from tests.support.frontends import many
 from tests.support.postgres import Postgres
 from tests.support.requests import CHAT, HELLO, ask, eventually, refused, talking, text_of
-from tests.support.sdk import anthropic_sdk
+from tests.support.sdk import anthropic_sdk, sdk
 from tests.support.server_process import Running, Serving
 
 OPERATOR = "sk-operator-0123456789"
@@ -114,6 +114,16 @@ def test_surplus_of_a_reservation_is_available_again(keyed: Running, make: Make)
         assert text_of(chat(keyed, key, max_tokens=900)) == "hello"
         assert eventually(lambda: budget_of(keyed, key)["reserved"] == 0)
     assert 0 < budget_of(keyed, key)["used"] < 100
+
+
+def test_background_responses_count(keyed: Running, make: Make) -> None:
+    key = make("anna", per="day", tokens=10_000)
+    with sdk(keyed, key) as client:
+        started = [client.responses.create(model="echo", input="hello", background=True).id for _ in range(10)]
+        assert eventually(lambda: {client.responses.retrieve(name).status for name in started} == {"completed"})
+        usages = [client.responses.retrieve(name).usage for name in started]
+    assert eventually(lambda: budget_of(keyed, key)["reserved"] == 0)
+    assert budget_of(keyed, key)["used"] == sum(usage.total_tokens for usage in usages if usage is not None) > 0
 
 
 def test_budget_that_warns_names_itself_in_a_header_and_once_in_the_log(keyed: Running, make: Make) -> None:

@@ -80,11 +80,11 @@ async def test_rows_are_kept_over_restart(address: str) -> None:
     database.close()
 
 
-async def dead_servers(database: Database, *ids: str) -> list[str]:
-    """Those of the given servers that are dead."""
+async def dead_servers(database: Database, *ids: str, seconds: float = 0) -> list[str]:
+    """Those of the given servers that are dead after a time without heartbeats."""
     for name in ids:
         await database.write(add_conversation(name))
-    dead = select(conversations.c.id).where(is_dead(conversations.c.id, time.time()))
+    dead = select(conversations.c.id).where(is_dead(conversations.c.id, time.time() + seconds))
     found = await database.read(lambda connection: set(connection.execute(dead).scalars()))
     return [name for name in ids if name in found]
 
@@ -100,6 +100,13 @@ async def test_stopped_servers_are_dead(address: str) -> None:
         second.close()
         assert await dead_servers(first, second.server) == [second.server]
     first.close()
+
+
+async def test_only_servers_that_share_a_database_need_heartbeats(address: str) -> None:
+    database = Database(address)
+    dead = await dead_servers(database, database.server, seconds=3600)
+    assert dead == ([database.server] if database.is_shared else [])
+    database.close()
 
 
 async def test_killed_server_is_dead_when_another_opens_its_file(tmp_path: Path) -> None:

@@ -42,20 +42,24 @@ class Postgres:
 
 
 @contextmanager
-def run_postgres(folder: Path) -> Iterator[Postgres]:
-    """Run a server whose data is in `folder`. Its data does not outlive a power cut."""
-    server = _prepare(folder)
-    with tempfile.TemporaryDirectory(prefix="postgres-") as sockets:
-        # The path of a socket is limited to about 100 characters. A server of root runs as another user.
-        Path(sockets).chmod(0o777)
-        options = f'-h "" -k {sockets} -c fsync=off'
-        log = folder / "server.log"
+def run_postgres() -> Iterator[Postgres]:
+    """Run a server. Its data does not outlive a power cut.
+
+    The folder is not one of pytest: these are closed to others whenever a test run starts, and where root runs the
+    tests, Postgres runs as another user.
+    """
+    with tempfile.TemporaryDirectory(prefix="postgres-") as temporary:
+        folder = Path(temporary)
+        folder.chmod(0o777)
+        server = _prepare(folder / "data")
+        log = folder / "data" / "server.log"
+        options = f'-h "" -k {folder} -c fsync=off'
         try:
             _control(server, "start", "-t", str(START_SECONDS), "-o", options, "-l", str(log))
         except subprocess.SubprocessError as error:
             raise RuntimeError(f"Postgres does not start: {log.read_text() if log.exists() else 'no log'}") from error
         try:
-            yield Postgres(Path(sockets))
+            yield Postgres(folder)
         finally:
             _control(server, "stop", "-m", "immediate")
 

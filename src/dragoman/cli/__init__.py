@@ -6,10 +6,12 @@
     chat_session   the state and the output of `dragoman chat`
 
 Each command is a module with `add`, which defines its arguments, and a function that takes them and returns the exit
-code: 0 success, 1 reported failure, 2 user error (one line on stderr per error), 130 Ctrl-C.
+code: 0 success, 1 reported failure, 2 user error (one line on stderr per error), 130 Ctrl-C, 141 if the reader of the
+output has closed it, such as `head`.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -18,6 +20,7 @@ from dragoman.cli import batch, bench, chat, check, drain, keys, models, pull, s
 from dragoman.core.errors import ConfigError
 from dragoman.core.version import __version__
 
+SIGPIPE_EXIT_CODE = 141
 EXAMPLES = """\
 examples:
   dragoman serve                             serve the built-in model on http://127.0.0.1:8000/v1
@@ -49,12 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         code: int = arguments.run(arguments)
+        sys.stdout.flush()
     except ConfigError as error:
         for message in error.messages:
             print(f"dragoman: {' '.join(message.split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Redirect stdout, so that Python's flush at exit does not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+        return SIGPIPE_EXIT_CODE
     return code
 
 

@@ -28,7 +28,6 @@ The key may also be in $DRAGOMAN_API_KEY. The input history is stored in chat_hi
 $DRAGOMAN_HOME. $NO_COLOR disables colors.
 """
 HISTORY_LINES = 1000
-SIGPIPE_EXIT_CODE = 141
 """The exit code that a shell reports for a closed pipe."""
 
 
@@ -59,12 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     screen = Screen(sys.stdout, is_verbose=is_interactive)
     # In a pipe, stdout has only the answer: what tools print goes to stderr.
     with nullcontext() if is_interactive else redirect_stdout(sys.stderr):
-        try:
-            return _chat(arguments, screen, is_interactive)
-        except BrokenPipeError:
-            # Redirect stdout, so that Python's flush at exit does not fail again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
-            return SIGPIPE_EXIT_CODE
+        return _chat(arguments, screen, is_interactive)
 
 
 def _chat(arguments: argparse.Namespace, screen: "Screen", is_interactive: bool) -> int:

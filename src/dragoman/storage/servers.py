@@ -4,9 +4,10 @@ Rules
 1. A server has a row while it has the database open, and renews its heartbeat every `HEARTBEAT_SECONDS`.
 2. A server without a row, or without a heartbeat for `DEAD_SECONDS`, is dead: others may take over its work. The clocks
    of servers that share a database must agree within a few seconds.
-3. Only one server has an SQLite database open. When it starts, all others are dead.
+3. Only one server has an SQLite database open. When it starts, all others are dead; it is alive without heartbeats.
 """
 
+import math
 import time
 
 from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
@@ -21,7 +22,7 @@ def register_server(connection: Connection, server: str, *, is_alone: bool) -> N
     """Add the row of a server that has just connected, in place of the rows of dead ones."""
     now = time.time()
     connection.execute(delete(servers) if is_alone else delete(servers).where(servers.c.heartbeat < now - DEAD_SECONDS))
-    connection.execute(insert(servers).values(id=server, started=now, heartbeat=now))
+    connection.execute(insert(servers).values(id=server, started=now, heartbeat=math.inf if is_alone else now))
 
 
 def renew_heartbeat(connection: Connection, server: str) -> None:

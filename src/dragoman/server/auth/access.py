@@ -100,7 +100,8 @@ class Authenticator:
             return Caller(saved.principal, *rights, key=owner.key, budgets=owner.budgets, priority=self._jwt.priority)
         if not saved.key:
             return replace(self.authenticate({}), principal=saved.principal, quota=None)
-        self._stored.is_used()
+        # The key may be new, and known only to the front end that authenticated it.
+        self.refresh()
         caller = next((caller for caller in self.callers() if caller.key == saved.key), None)
         if caller is None:
             raise Unauthorized("the key that sent this is not valid any more")

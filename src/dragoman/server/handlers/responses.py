@@ -4,8 +4,8 @@ Rules
 1. A complete response is stored before its end is sent (see `response_recorder`).
 2. The responses and conversations of another principal do not exist for a caller.
 3. The size limit of a body applies to the whole conversation, including stored items.
-4. A background response is answered at once. The server then sends itself the same request as a job of the caller; the
-   id of the job is that of the response.
+4. A background response is answered at once. The server then sends itself the same request as a job of the caller. The
+   id of the job is that of the response; the request that starts it has another one.
 """
 
 import asyncio
@@ -24,9 +24,11 @@ from dragoman.core.errors import (
     TooLarge,
     quote,
 )
+from dragoman.core.ids import new_id
 from dragoman.protocols.json_body import LARGE_BODY
 from dragoman.protocols.responses import encoder as wire_encoder
 from dragoman.protocols.responses import server as wire
+from dragoman.protocols.responses.items import PREFIX
 from dragoman.server.app import App
 from dragoman.server.auth.callers import SavedCaller
 from dragoman.server.background import BackgroundRequest
@@ -85,11 +87,11 @@ async def _start_background(
     app: BaseApp, exchange: HttpExchange, body: wire.ParsedRequest, response_request: wire.ResponseRequest
 ) -> None:
     record, request = exchange.record, response_request.request
-    identified = msgspec.structs.replace(request, id=record.id)
+    identified = msgspec.structs.replace(request, id=new_id(PREFIX))
     encoding = wire_encoder.ResponseEncoding(response_request.context, time.time)
     response, frames = encoding.encode_queued(identified)
     queued = StoredResponse(
-        *(record.id, record.principal, float(encoding.created), "queued"),
+        *(identified.id, record.principal, float(encoding.created), "queued"),
         msgspec.json.encode(response),
         is_background=True,
     )
@@ -98,7 +100,7 @@ async def _start_background(
     saved = BackgroundRequest(SavedCaller.of(exchange.caller), request.model, again, strict)
     await app.background.start(queued, saved, frames)
     if request.delivery.stream:
-        await send_events(app, exchange, record.id, -1)
+        await send_events(app, exchange, identified.id, -1)
     else:
         await exchange.response.send_json(response)
 
