@@ -12,8 +12,8 @@ Rules
 3. Open entries of a server that died are closed as lost: by its next start, or by another server that shares the
    database (see `servers`).
 4. A database in memory keeps no closed entries, only their sums.
-5. The database has as used or reserved at least what a request used that has ended, so a reservation that fits there is
-   right. Only before one is refused, what waits is written: it frees what was reserved and not used.
+5. A reservation that fits beside what the database has as used or reserved is made at once. What waits is written first
+   if it counts more than was reserved; and before a reservation is refused, as it may free what was not used.
 6. All methods are called in the event loop.
 
 `ledger_entries` and `budgets` have the rules of entries and budgets, `ledger_sql` the statements.
@@ -21,7 +21,6 @@ Rules
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -107,7 +106,7 @@ class Ledger:
 
     def configure(self, settings: Settings) -> None:
         """Apply prices, budgets and the retention. Open entries keep the costs that they reserve."""
-        self._put_new(math.inf)
+        self._put_new()
         self._prices = PriceTable(settings.prices)
         self._keep_seconds = settings.storage.keep.usage
         self.budgets = BudgetTable(settings.budgets)
@@ -197,7 +196,7 @@ class Ledger:
 
     async def flush(self) -> None:
         """Write what is waiting now. Returns without an error if the database is not available."""
-        self._put_new(math.inf)
+        self._put_new()
         await self._write_waiting()
         for _ in range(2):
             # Entries of requests that ended while their begin was written, or while they asked twice for a reservation.
@@ -275,9 +274,11 @@ class Ledger:
     def _start_writing(self) -> None:
         self._writing = asyncio.get_running_loop().create_task(self._write_regularly())
 
-    def _put_new(self, opened_before: float) -> None:
-        """Open the entries of requests that still run."""
-        found = list(takewhile(lambda new: new[1].opened < opened_before, self._new.items()))
+    def _put_new(self, seconds: float = 0.0) -> None:
+        """Open the entries of requests that have run this long."""
+        now = time.time()
+        # A clock that was set back delays no entry.
+        found = list(takewhile(lambda new: not 0 <= now - new[1].opened < seconds, self._new.items()))
         for request_id, new in found:
             del self._new[request_id]
             self._journal.put(self._open_entry(request_id, new))
@@ -286,7 +287,7 @@ class Ledger:
         """Write groups until nothing is waiting."""
         while self._new or len(self._journal):
             await asyncio.sleep(WRITE_SECONDS)
-            self._put_new(time.time() - WRITE_SECONDS)
+            self._put_new(WRITE_SECONDS)
             # What begins to wait meanwhile is written with the next groups: each group costs as much as 500 entries.
             due = len(self._journal)
             while due > 0 and (group := self._journal.take(MOST_WRITTEN)) is not None:
