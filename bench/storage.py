@@ -189,7 +189,7 @@ def main() -> int:
     show_rates(3 if quick else 7, 10_000 if quick else 40_000)
     if pin := pin_to(1):
         pin()
-    rounds, calls, tokens = (4, 40, 100) if quick else (12, 100, 250)
+    rounds, calls, tokens = (4, 40, 100) if quick else (20, 100, 250)
     requests = partial(Caller, calls)
     show_loss(f"requests, {CONNECTIONS} connections, short reply", requests, CONNECTIONS, rounds, SHORT)
     text = "word " * (tokens * CHUNK // 5)

@@ -76,6 +76,48 @@ async def test_parallel_requests_overspend_by_nothing(database: Database, ledger
         await ledger.stop()
 
 
+async def test_tokens_that_were_reserved_and_not_used_can_be_reserved_at_once(database: Database) -> None:
+    ledger = open_ledger(database)
+    assert await reserve(ledger, "req-1", 1000)
+    ledger.close(ended("req-1", 100))
+    asked = [reserve(ledger, f"again-{number}", 300) for number in range(8)]
+    assert (await asyncio.gather(*asked)).count(True) == 3
+    assert not await reserve(ledger, "req-2", 1)
+    await ledger.stop()
+
+
+async def test_tokens_beyond_the_reservation_count_at_once(database: Database) -> None:
+    ledger = open_ledger(database)
+    assert await reserve(ledger, "req-1", 10)
+    ledger.close(ended("req-1", 950))
+    assert [await reserve(ledger, f"req-{tokens}", tokens) for tokens in (51, 50)] == [False, True]
+    await ledger.stop()
+
+
+async def test_new_budget_counts_requests_that_are_not_written_yet(database: Database) -> None:
+    ledger = open_ledger(database, Budget(per="day", tokens=1, principal="user:other"))
+    for request_id in ("ended", "running"):
+        assert ledger.open(request_id, ANNA, ["echo"], 300, 0) is None
+    ledger.close(ended("ended", 200))
+    ledger.configure(Settings(budgets=(BUDGET,)))
+    assert [await reserve(ledger, f"req-{tokens}", tokens) for tokens in (501, 500)] == [False, True]
+    ledger.close(ended("running", 100))
+    assert [await reserve(ledger, f"req-{tokens}", tokens) for tokens in (201, 200)] == [False, True]
+    await ledger.stop()
+
+
+async def test_refused_request_has_no_entry_even_if_it_is_closed(database: Database) -> None:
+    ledger = open_ledger(database)
+    assert await reserve(ledger, "req-1", 1000)
+    ledger.close(ended("req-1", 950))
+    assert not await reserve(ledger, "req-2", 51)
+    ledger.close(ended("req-2", 0))
+    ledger.abandon("req-2")
+    await ledger.stop()
+    sums = await database.read(lambda c: ledger_sql.read_sums(c, 0, day_of(time.time()) + 1, (), {}))
+    assert [(requests, prompt) for _, (requests, prompt, *_) in sums] == [(1, 950)]
+
+
 async def test_budget_survives_a_restart_and_a_crash(address: str) -> None:
     if address == "memory":
         return

@@ -22,6 +22,7 @@ from dragoman.core.errors import StorageUnavailable
 from dragoman.protocols.usage import day_of
 from dragoman.server.auth.callers import own_budgets
 from dragoman.server.telemetry.metrics import RequestRecord
+from dragoman.storage import ledger as ledger_module
 from dragoman.storage import ledger_sql
 from dragoman.storage.budgets import Owner
 from dragoman.storage.database import Database
@@ -132,6 +133,44 @@ async def test_flush_writes_a_request_that_ended_while_its_begin_was_being_writt
     may_write.set()
     await asyncio.gather(first, second)
     assert list((await sums_in(database)).values()) == [[1, 3, 0, 0, 0, 0]]
+
+
+async def test_requests_that_end_during_a_write_wait_for_the_next_group(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = open_ledger(database)
+    real, is_submitted = database.submit, asyncio.Event()
+
+    def submit(change: Callable[[Connection], T]) -> Any:
+        database.submit = real  # type: ignore[method-assign]
+        is_submitted.set()
+        monkeypatch.setattr(ledger_module, "WRITE_SECONDS", 3600.0)
+        ledger.open("req-2", ANNA, ["echo"], 1, 1)
+        ledger.close(ended("req-2", prompt_tokens=2))
+        return real(change)
+
+    monkeypatch.setattr(ledger_module, "WRITE_SECONDS", 0.01)
+    ledger.open("req-1", ANNA, ["echo"], 1, 1)
+    ledger.close(ended("req-1", prompt_tokens=1))
+    database.submit = submit  # type: ignore[method-assign]
+    await is_submitted.wait()
+    for _ in range(3):
+        await database.write(lambda _: None)
+    assert [sums[:2] for sums in (await sums_in(database)).values()] == [[1, 1]]
+    await ledger.stop()
+    assert [sums[:2] for sums in (await sums_in(database)).values()] == [[2, 3]]
+
+
+async def test_request_that_runs_long_is_written_while_it_runs(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "WRITE_SECONDS", 0.01)
+    ledger = open_ledger(database)
+    ledger.open("req-1", ANNA, ["echo"], 100, 20)
+    while not (found := await entries_in(database)):
+        pass
+    assert [(entry.id, entry.closed, entry.prompt) for entry in found] == [("req-1", None, 100)]
+    await ledger.stop()
 
 
 async def test_tokens_of_a_cancelled_request_count(database: Database) -> None:

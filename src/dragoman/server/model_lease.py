@@ -22,6 +22,7 @@ from dragoman.models import Catalog, ModelHost, ServedModel
 from dragoman.models.admission import Slots
 from dragoman.pipeline.generate import ChoiceSlots, check_features, reads_field
 from dragoman.server.auth.callers import Caller, Estimate, QuotaLease
+from dragoman.storage.budgets import Owner
 from dragoman.storage.ledger import Ledger
 
 
@@ -128,10 +129,11 @@ class LocalModelLease(ModelLease):
         if model.spec is not None and model.spec.fallback is not None:
             fallbacks = [other for other in self._catalog.fallbacks(model) if self._caller.may_use(other.name)]
         if self._ledger is not None and request.estimate is not None:
-            reserving = self._open_entry(self._ledger, request.estimate, [model, *fallbacks])
+            owner = self._caller.owner
+            reserving = self._open_entry(self._ledger, owner, request.estimate, [model, *fallbacks])
             if reserving is not None:
                 await reserving
-            self.budget_warning = self._ledger.find_warning(self._caller.owner)
+            self.budget_warning = self._ledger.find_warning(owner)
         # Set after the checks of quota and budgets: a fallback does not help a caller whose tokens are used up.
         self.fallbacks = tuple(other.name for other in fallbacks)
         self._host = host = model.host
@@ -146,11 +148,13 @@ class LocalModelLease(ModelLease):
         sampling = None if model.sampling is NO_DEFAULTS else model.sampling
         return LeaseInfo(model.name, model.label, self.fallbacks, sampling, ignored, fields, host.reads_headers)
 
-    def _open_entry(self, ledger: Ledger, estimate: Estimate, models: Sequence[ServedModel]) -> Awaitable[None] | None:
+    def _open_entry(
+        self, ledger: Ledger, owner: Owner, estimate: Estimate, models: Sequence[ServedModel]
+    ) -> Awaitable[None] | None:
         """Open the entry of the request in the ledger. Attempts with a fallback model belong to the same entry."""
         completion = estimate.completion(models[0].sampling.max_tokens)
         labels = [model.label for model in models]
-        return ledger.open(self._request_id, self._caller.owner, labels, estimate.prompt, completion)
+        return ledger.open(self._request_id, owner, labels, estimate.prompt, completion)
 
     @property
     def supports(self) -> frozenset[str]:

@@ -5,13 +5,16 @@
     abandon   the front end of the request died, so it is unknown what it used
 
 Rules
-1. Entries are collected and written in groups, every `WRITE_SECONDS`. After kill -9 the last group is missing, except
-   for entries with reservations: those were written before their requests ran.
+1. Entries are collected and written in groups, every `WRITE_SECONDS`; the begin of a request only if it has run that
+   long, because most end before. After kill -9, entries of the last `2 * WRITE_SECONDS` are missing at most, except for
+   those with reservations: they were written before their requests ran.
 2. While the database is not available, requests run and their entries wait. Owners with a refusing budget get 503.
 3. Open entries of a server that died are closed as lost: by its next start, or by another server that shares the
    database (see `servers`).
 4. A database in memory keeps no closed entries, only their sums.
-5. All methods are called in the event loop.
+5. A reservation that fits beside what the database has as used or reserved is made at once. What waits is written first
+   if it counts more than was reserved; and before a reservation is refused, as it may free what was not used.
+6. All methods are called in the event loop.
 
 `ledger_entries` and `budgets` have the rules of entries and budgets, `ledger_sql` the statements.
 """
@@ -22,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -94,15 +98,20 @@ class Ledger:
         """What was spent of budgets that warn, as far as it is known."""
         self._writes: set[asyncio.Future[Any]] = set()
         self._writing: asyncio.Task[None] | None = None
+        self._submitted = 0
+        """The number of groups that were submitted."""
         self._is_failing = False
         """Whether the last write failed because the database is not available."""
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
         """Apply prices, budgets and the retention. Open entries keep the costs that they reserve."""
+        self._put_new()
         self._prices = PriceTable(settings.prices)
         self._keep_seconds = settings.storage.keep.usage
         self.budgets = BudgetTable(settings.budgets)
+        self._writes_first = True
+        """Whether more may be used than the database knows: then what waits is written before the next reservation."""
 
     def open(
         self, request_id: str, owner: Owner, models: Sequence[str], prompt: int, completion: int
@@ -124,7 +133,7 @@ class Ledger:
         if warning := [period for period in periods if period.budget.action == "warn"]:
             self._warning[entry.id] = warning
         if refusing := [period for period in periods if period.budget.action == "refuse"]:
-            return self._reserve(entry, refusing)
+            return self._reserve(request_id, entry, refusing)
         self._put(entry)
         return None
 
@@ -154,28 +163,27 @@ class Ledger:
         """Close the entry of a request, if it has one."""
         new = self._new.pop(ended.id, None)
         if new is not None:
-            owner, server = new.owner, self._database.server
-            entry = self._closed(ended, ended.id, server, new.opened, owner.key, owner.principal, new.models[0])
-            self._note_full(self._journal.add(entry))
+            if not self._journal.add(self._closed(ended, ended.id, new.opened, new.owner, new.models[0])):
+                self._note_full()
             return
         opened = self._open.pop(ended.id, None)
         if opened is not None:
-            owner_fields = (opened.key, opened.principal, opened.model)
-            self._put(self._closed(ended, opened.id, opened.server, opened.opened, *owner_fields))
+            entry = self._closed(ended, opened.id, opened.opened, opened, opened.model)
+            if entry.cost > opened.cost or entry.prompt + entry.completion > opened.prompt + opened.completion:
+                self._writes_first = True
+            self._put(entry)
 
-    def _closed(
-        self, ended: EndedRequest, entry_id: str, server: str, opened: float, key: str, principal: str, model: str
-    ) -> Entry:
+    def _closed(self, ended: EndedRequest, entry_id: str, opened: float, owner: Owner | Entry, model: str) -> Entry:
         model = ended.model or model
-        counts = (ended.used_prompt, ended.cached_tokens, ended.used_completion, ended.reasoning_tokens)
-        prompt, cached, completion, reasoning = counts
-        if max(counts) > MAX_TOKENS or min(counts) < 0:
-            prompt, cached, completion, reasoning = map(clip_tokens, counts)
+        prompt, cached = ended.used_prompt, ended.cached_tokens
+        completion, reasoning = ended.used_completion, ended.reasoning_tokens
+        # One comparison for all: this runs for each request.
+        if not 0 <= prompt | cached | completion | reasoning <= MAX_TOKENS:
+            prompt, cached, completion, reasoning = map(clip_tokens, (prompt, cached, completion, reasoning))
         cost = self._prices.price_of(model).cost(prompt, cached, completion)
-        return Entry(
-            *(entry_id, server, opened, time.time(), key, principal, model, ended.status),
-            *(prompt, cached, completion, reasoning, cost),
-        )
+        server, now, key, principal = self._database.server, time.time(), owner.key, owner.principal
+        counts = (prompt, cached, completion, reasoning)
+        return Entry(entry_id, server, opened, now, key, principal, model, ended.status, *counts, cost)
 
     def abandon(self, request_id: str) -> None:
         """Close the entry of a request whose result is unknown."""
@@ -190,9 +198,10 @@ class Ledger:
         """Write what is waiting now. Returns without an error if the database is not available."""
         self._put_new()
         await self._write_waiting()
-        if len(self._journal) and not self._is_failing:
-            # Entries that were being opened in the database when their requests ended.
-            await self._write_waiting()
+        for _ in range(2):
+            # Entries of requests that ended while their begin was written, or while they asked twice for a reservation.
+            if len(self._journal) and not self._is_failing:
+                await self._write_waiting()
 
     async def _write_waiting(self) -> None:
         self._submit_waiting()
@@ -252,46 +261,49 @@ class Ledger:
         self._spent = await self._database.read(read) | self._spent
 
     def _put(self, entry: Entry) -> None:
-        is_put = self._journal.put(entry)
-        if not is_put:
+        if not self._journal.put(entry):
             self._warning.pop(entry.id, None)
-        self._note_full(is_put)
+            self._note_full()
         if self._writing is None or self._writing.done():
             self._start_writing()
 
-    def _note_full(self, is_accepted: bool) -> None:
-        if not is_accepted and self._journal.lost == 1:
+    def _note_full(self) -> None:
+        if self._journal.lost == 1:
             log.error("%d entries of the ledger wait for the storage; further ones are lost", len(self._journal))
 
     def _start_writing(self) -> None:
         self._writing = asyncio.get_running_loop().create_task(self._write_regularly())
 
-    def _put_new(self) -> None:
-        """Open the entries of requests that still run."""
-        new, self._new = self._new, {}
-        for request_id, request in new.items():
-            self._journal.put(self._open_entry(request_id, request))
+    def _put_new(self, seconds: float = 0.0) -> None:
+        """Open the entries of requests that have run this long."""
+        now = time.time()
+        # A clock that was set back delays no entry.
+        found = list(takewhile(lambda new: not 0 <= now - new[1].opened < seconds, self._new.items()))
+        for request_id, new in found:
+            del self._new[request_id]
+            self._journal.put(self._open_entry(request_id, new))
 
     async def _write_regularly(self) -> None:
         """Write groups until nothing is waiting."""
         while self._new or len(self._journal):
             await asyncio.sleep(WRITE_SECONDS)
-            self._put_new()
-            while (written := self._submit_oldest()) is not None:
+            self._put_new(WRITE_SECONDS)
+            # What begins to wait meanwhile is written with the next groups: each group costs as much as 500 entries.
+            due = len(self._journal)
+            while due > 0 and (group := self._journal.take(MOST_WRITTEN)) is not None:
+                due -= len(group.entries)
+                written = self._submit_group(group)
                 await asyncio.wait([written])
                 if written.cancelled() or written.exception() is not None:
                     await asyncio.sleep(RETRY_SECONDS)
 
     def _submit_waiting(self) -> None:
-        while self._submit_oldest() is not None:
-            pass
-
-    def _submit_oldest(self) -> "asyncio.Future[WrittenGroup] | None":
-        """Begin to write the oldest entries; None if no entry is waiting."""
-        group = self._journal.take(MOST_WRITTEN)
-        return None if group is None else self._submit_group(group)
+        self._writes_first = False
+        while (group := self._journal.take(MOST_WRITTEN)) is not None:
+            self._submit_group(group)
 
     def _submit_group(self, group: EntryGroup) -> "asyncio.Future[WrittenGroup]":
+        self._submitted += 1
         periods: tuple[BudgetPeriod, ...] = ()
         if self._warning:
             periods = tuple({period for entry in group.entries for period in self._warning.get(entry.id, ())})
@@ -314,6 +326,7 @@ class Ledger:
         self._is_failing = _is_unavailable(written)
         if self._is_failing:
             self._journal.note_failed(group)
+            self._writes_first = True
             return
         if (error := written.exception()) is not None:
             if len(group.entries) > 1:
@@ -344,29 +357,42 @@ class Ledger:
             if before < budget.limit <= after:
                 log.warning("budget passed: %s; begins anew on %s", budget.describe(after), period.end_text)
 
-    async def _reserve(self, entry: Entry, periods: Sequence[BudgetPeriod]) -> None:
-        group = self._journal.hold(entry)
-        if not self._is_failing:
-            # Requests that have ended count with their true tokens.
-            self._submit_waiting()
-        change = partial(ledger_sql.reserve, entry=entry, periods=periods)
+    async def _reserve(self, request_id: str, entry: Entry, periods: Sequence[BudgetPeriod]) -> None:
         # A request that is cancelled meanwhile may have a reservation all the same.
-        refusal = await asyncio.shield(self._submit(change, partial(self._note_reserved, group)))
+        refusal = await asyncio.shield(self._find_refusal(request_id, entry, periods))
         if refusal is not None:
             self._refusals[QuotaExhausted.type] += 1
             raise QuotaExhausted(refusal.message)
 
-    def _note_reserved(self, group: EntryGroup, reserved: "asyncio.Future[Refusal | None]") -> None:
-        self._is_failing = _is_unavailable(reserved)
-        if reserved.cancelled() or reserved.exception() is not None:
+    async def _find_refusal(self, request_id: str, entry: Entry, periods: Sequence[BudgetPeriod]) -> Refusal | None:
+        """Reserve what an entry needs."""
+        group = self._journal.hold(entry)
+        if self._writes_first and not self._is_failing:
+            self._submit_waiting()
+        submitted = self._submitted
+        try:
+            refusal = await self._submit_reservation(entry, periods)
+            if refusal is not None:
+                # Requests that have ended count with their true tokens, once they are written.
+                self._submit_waiting()
+                if self._submitted > submitted:
+                    refusal = await self._submit_reservation(entry, periods)
+        except BaseException:
             self._journal.note_failed(group)
-        elif reserved.result() is None:
+            raise
+        if refusal is None:
             self._journal.note_written(group)
         else:
             self._journal.refuse(group)
-            for entry in group.entries:
-                self._open.pop(entry.id, None)
-                self._warning.pop(entry.id, None)
+            self._open.pop(request_id, None)
+            self._warning.pop(entry.id, None)
+        return refusal
+
+    def _submit_reservation(self, entry: Entry, periods: Sequence[BudgetPeriod]) -> "asyncio.Future[Refusal | None]":
+        return self._submit(partial(ledger_sql.reserve, entry=entry, periods=periods), self._note_reserved)
+
+    def _note_reserved(self, reserved: "asyncio.Future[Refusal | None]") -> None:
+        self._is_failing = _is_unavailable(reserved)
 
 
 def _is_unavailable(written: "asyncio.Future[Any]") -> bool:

@@ -181,16 +181,15 @@ class Journal:
 
     def take(self, most: int) -> EntryGroup | None:
         """Return waiting entries, to be written now. Then call `note_written`, `note_failed` or `drop`."""
+        waiting = (entry for entry in self._waiting.values() if entry.id not in self._in_flight)
+        if entries := tuple(islice(waiting, most)):
+            ids = {entry.id for entry in entries}
+            self._in_flight |= ids
+            return EntryGroup(entries, frozenset(ids & self._open), frozenset(ids & self._unknown))
         if self._new:
             new, self._new = tuple(self._new[:most]), self._new[most:]
             return EntryGroup(new, is_new=True)
-        waiting = (entry for entry in self._waiting.values() if entry.id not in self._in_flight)
-        entries = tuple(islice(waiting, most))
-        if not entries:
-            return None
-        ids = {entry.id for entry in entries}
-        self._in_flight |= ids
-        return EntryGroup(entries, frozenset(ids & self._open), frozenset(ids & self._unknown))
+        return None
 
     def hold(self, entry: Entry) -> EntryGroup:
         """Return an entry that is written by itself, because it needs a reservation."""

@@ -29,6 +29,8 @@ class TokenPrice(NamedTuple):
 
     def cost(self, prompt: int, cached: int, completion: int) -> int:
         """`cached` is a part of the prompt."""
+        if self is FREE:
+            return 0
         cached = min(cached, prompt)
         total = (prompt - cached) * self.input + cached * self.cached_input + completion * self.output
         return min((total + MILLION // 2) // MILLION, MAX_COST)
