@@ -79,6 +79,6 @@ async def _run(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
     except asyncio.CancelledError:
         await asyncio.wait([call])
         if not call.cancelled():
-            # An error is of no interest any more, but must be looked at.
+            # Retrieved only so that asyncio does not log it.
             call.exception()
         raise

@@ -6,7 +6,7 @@ Rules
    there is refused: the caller uploads it again.
 3. Adding a file and removing its content exclude each other. In SQLite both run in the thread that writes; in Postgres
    both lock the content.
-4. `remove_expired` and `sweep` are regular jobs. `sweep` removes contents that a crash left without a row.
+4. `remove_expired` and `sweep` are periodic jobs. `sweep` removes contents that a crash left without a row.
 """
 
 import asyncio

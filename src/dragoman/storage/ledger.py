@@ -42,9 +42,9 @@ log = logging.getLogger("dragoman.ledger")
 
 WRITE_SECONDS = 0.25
 RETRY_SECONDS = 2.0
-MOST_WRITTEN = 1000
+MAX_WRITTEN = 1000
 """Entries of one group."""
-MOST_KNOWN = 10_000
+MAX_KNOWN = 10_000
 """Budgets of which the spent amount is kept in memory."""
 RECENT_SECONDS = 60.0
 
@@ -288,7 +288,7 @@ class Ledger:
 
     def _submit_oldest(self) -> "asyncio.Future[WrittenGroup] | None":
         """Begin to write the oldest entries; None if no entry is waiting."""
-        group = self._journal.take(MOST_WRITTEN)
+        group = self._journal.take(MAX_WRITTEN)
         return None if group is None else self._submit_group(group)
 
     def _submit_group(self, group: EntryGroup) -> "asyncio.Future[WrittenGroup]":
@@ -336,7 +336,7 @@ class Ledger:
 
     def _note_spent(self, periods: Sequence[BudgetPeriod], written: WrittenGroup) -> None:
         """Log the budgets that this group has passed. Of all groups, of all servers, only one passes a budget."""
-        if len(self._spent) > MOST_KNOWN:
+        if len(self._spent) > MAX_KNOWN:
             self._spent.clear()
         for period, before, after in zip(periods, written.before, written.after, strict=True):
             budget = period.budget
