@@ -2,7 +2,7 @@
 
 Rules
 1. A batch belongs to a principal. Other principals cannot see it. It is there for `storage.keep.batches` after its end.
-2. The input is a file of the server itself (`OWNER`), so the batch does not need the uploaded file.
+2. The input is a file of the server itself (`SERVER_PRINCIPAL`), so the batch does not need the uploaded file.
    The results of a batch in Anthropic's API are such a file too; those in OpenAI's belong to the caller.
 3. Everything that changes a batch is one transaction, which looks at its present state (see `batch_states`).
 4. The lines are removed when the results are in files.
@@ -33,7 +33,7 @@ from dragoman.storage.servers import is_dead
 from dragoman.storage.tables import batch_lines as lines
 from dragoman.storage.tables import batches
 
-OWNER = "batches"
+SERVER_PRINCIPAL = "batches"
 """The principal of files that belong to the server itself. No caller has it."""
 ID = re.compile(f"({'|'.join(PREFIXES.values())})[0-9a-f]+")
 NO_NAME = b"\xff"
@@ -106,7 +106,7 @@ class BatchStore:
         now, fields = time.time(), msgspec.structs.asdict(batch)
         blob, expires = fields.pop("blob"), now + fields.pop("seconds")
         batch_id = new_id(PREFIXES[batch.api])
-        source = self._files.draft(OWNER, batch_id, "batch", blob, expires + SPARE_SECONDS)
+        source = self._files.draft(SERVER_PRINCIPAL, batch_id, "batch", blob, expires + SPARE_SECONDS)
         stored = StoredBatch(
             id=batch_id,
             created=now,
@@ -168,7 +168,7 @@ class BatchStore:
         query = delete(batches).where(batches.c.id == batch_id)
         removed = await self._database.write(lambda connection: connection.execute(query).rowcount)
         if found.output_file is not None:
-            await self._files.delete(OWNER, found.output_file)
+            await self._files.delete(SERVER_PRINCIPAL, found.output_file)
         return bool(removed)
 
     def _is_visible(self, principal: str, api: Api) -> ColumnElement[bool]:
@@ -190,7 +190,7 @@ class BatchStore:
 
         return await self._database.write(change)
 
-    async def own(self) -> Sequence[StoredBatch]:
+    async def list_own(self) -> Sequence[StoredBatch]:
         """The batches that this server runs, oldest first."""
         is_mine = and_(_is_running, batches.c.server == self._database.server)
         query = select(batches).where(is_mine).order_by(batches.c.created, batches.c.id)
@@ -220,7 +220,7 @@ class BatchStore:
             self._is_mine(batch_id), lambda batch: batch_states.validated(batch, total, errors, bad, now)
         )
 
-    async def waiting(self, batch_id: str, place: tuple[bytes, int], limit: int) -> Sequence[WaitingLine]:
+    async def read_waiting(self, batch_id: str, place: tuple[bytes, int], limit: int) -> Sequence[WaitingLine]:
         """Lines that wait, in the order in which they should run, from the one behind `place`."""
         columns = (lines.c.number, lines.c.begin, lines.c.length, lines.c.prefix)
         query = select(*columns).where(lines.c.batch == batch_id, lines.c.state == "waiting")
@@ -254,7 +254,7 @@ class BatchStore:
         now = time.time()
         return await self._change(self._is_mine(batch_id), lambda batch: batch_states.finalize(batch, now))
 
-    async def results(self, batch_id: str, after: int, limit: int) -> Sequence[ResultLine]:
+    async def read_results(self, batch_id: str, after: int, limit: int) -> Sequence[ResultLine]:
         """The results in the order of the input, from the line behind number `after`."""
         columns = (lines.c.number, lines.c.custom_id, lines.c.result)
         query = select(*columns).where(lines.c.batch == batch_id, lines.c.number > after)

@@ -105,7 +105,7 @@ class LineJobs:
         async with self._reading:
             while not self._waiting and not pool.stopping.is_set():
                 try:
-                    page = await pool.store.waiting(self._batch.id, self._place, PAGE)
+                    page = await pool.store.read_waiting(self._batch.id, self._place, PAGE)
                 except StorageUnavailable:
                     await pool.pause(RETRY_SECONDS)
                     continue

@@ -86,7 +86,7 @@ class BatchRunner:
             return
         if claimed := await store.claim():
             log.info("took over batches of servers that stopped: %d", claimed)
-        own = {batch.id: batch for batch in await store.own()}
+        own = {batch.id: batch for batch in await store.list_own()}
         for batch_id, (run, _) in self._runs.items():
             batch = own.get(batch_id)
             if batch is None or batch.state == "cancelling":
