@@ -233,7 +233,7 @@ def test_a_saved_caller_keeps_its_rights_until_its_key_is_revoked(store: KeyStor
         restored.check_model("large")
     store.revoke(key.id)
     time.sleep(RECHECK_SECONDS)
-    with pytest.raises(Unauthorized, match="not valid any more"):
+    with pytest.raises(Unauthorized, match="no longer valid"):
         authenticator.restore(saved)
 
 

@@ -133,7 +133,7 @@ async def test_batch_is_finalized_only_when_no_line_waits(store: BatchStore) -> 
     assert (ended.state, ended.server) == ("completed", None)
     assert ended.output_file is not None
     assert await files_of(store).find("ann", ended.output_file) is not None
-    with pytest.raises(BadRequest, match="ended already"):
+    with pytest.raises(BadRequest, match="already ended"):
         await store.cancel("ann", "openai", batch.id)
 
 

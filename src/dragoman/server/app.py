@@ -212,7 +212,7 @@ class App(BaseApp):
             exchange.record.model = lease.label
 
     def restore_caller(self, saved: SavedCaller) -> Caller:
-        """The caller of a stored job. Raises Unauthorized if its key is not valid any more."""
+        """The caller of a stored job. Raises Unauthorized if its key is no longer valid."""
         return self._authenticator.restore(saved)
 
     async def check_model(self, caller: Caller, name: str) -> None:

@@ -48,7 +48,7 @@ class CallableApp(Protocol):
     """What background responses need of the app, besides calling it."""
 
     def restore_caller(self, saved: SavedCaller) -> Caller:
-        """The caller of a stored request. Raises Unauthorized if its key is not valid any more."""
+        """The caller of a stored request. Raises Unauthorized if its key is no longer valid."""
 
     async def check_model(self, caller: Caller, name: str) -> None:
         """Raise an error if there is no such model, or if the caller may not use it."""
@@ -140,7 +140,7 @@ class BackgroundResponses:
         last = b""
 
         async def note(part: bytes) -> None:
-            # The events are stored by the request itself. An error is the only part of its reply.
+            # The request stores its events itself. If it fails, the error is the only part of the reply.
             nonlocal last
             last = part
 

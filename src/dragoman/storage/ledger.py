@@ -1,4 +1,4 @@
-"""The ledger: which tokens each request to a model reserves and uses, and whose they are.
+"""The ledger: which tokens each request to a model reserves and uses, and which key and principal they belong to.
 
     open      a request begins; it waits for the database only if a budget of its owner may refuse it
     close     the request has ended, with the tokens that it used
@@ -91,7 +91,7 @@ class Ledger:
         self._warning: dict[str, list[BudgetPeriod]] = {}
         """Budgets that warn, by the entries that count for them and are not closed in the database."""
         self._spent: dict[BudgetPeriod, int] = {}
-        """What was spent of budgets that warn, as far as it is known."""
+        """What was spent of budgets that warn, as far as known."""
         self._writes: set[asyncio.Future[Any]] = set()
         self._writing: asyncio.Task[None] | None = None
         self._is_failing = False
@@ -140,14 +140,14 @@ class Ledger:
         return entry
 
     def find_warning(self, owner: Owner) -> str | None:
-        """Describe the first budget of an owner that warns and is passed."""
+        """Describe the first exhausted budget of an owner that only warns."""
         budgets = self.budgets.budgets_of(owner)
         if not budgets:
             return None
         for period in periods_at(budgets, day_of(time.time())):
             budget, spent = period.budget, self._spent.get(period, 0)
             if budget.action == "warn" and spent >= budget.limit:
-                return f"{budget.describe(spent)}; begins anew on {period.end_text}"
+                return f"{budget.describe(spent)}; resets on {period.end_text}"
         return None
 
     def close(self, ended: EndedRequest) -> None:
@@ -335,14 +335,14 @@ class Ledger:
                     self._warning.pop(entry.id, None)
 
     def _note_spent(self, periods: Sequence[BudgetPeriod], written: WrittenGroup) -> None:
-        """Log the budgets that this group has passed. Of all groups, of all servers, only one passes a budget."""
+        """Log the budgets that this group has exhausted. Of all groups, of all servers, only one exhausts a budget."""
         if len(self._spent) > MAX_KNOWN:
             self._spent.clear()
         for period, before, after in zip(periods, written.before, written.after, strict=True):
             budget = period.budget
             self._spent[period] = after
             if before < budget.limit <= after:
-                log.warning("budget passed: %s; begins anew on %s", budget.describe(after), period.end_text)
+                log.warning("budget exhausted: %s; resets on %s", budget.describe(after), period.end_text)
 
     async def _reserve(self, entry: Entry, periods: Sequence[BudgetPeriod]) -> None:
         group = self._journal.hold(entry)

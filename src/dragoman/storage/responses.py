@@ -56,7 +56,7 @@ class ResponseStore:
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         """Readers of events, by the response."""
         self._lost: set[str] = set()
-        """Recorded responses that run no more, and whose end is not stored."""
+        """Recorded responses that no longer run, and whose end is not stored."""
 
     @property
     def keep_seconds(self) -> float:
@@ -177,7 +177,7 @@ class ResponseStore:
         self._lost.update(response_ids)
 
     async def close_lost(self) -> list[LostResponse]:
-        """End responses that run no more. Take over queued ones of servers that died, which must be started."""
+        """End responses that no longer run. Take over queued ones of dead servers, and return them to be started."""
         if self._bounds is not None and not self._database.is_open:
             return []
         for response_id in list(self._lost):

@@ -1,8 +1,8 @@
 """Writes the files with the results of a batch, and ends it.
 
 Rules
-1. The files and the end of the batch appear in the same transaction. After a crash before it, the files are written
-   again; the contents without a file are swept.
+1. One transaction adds the files and ends the batch. After a crash before it, the files are written again, and the
+   unused blobs are swept.
 2. In OpenAI's API the lines that succeeded are in the output file, all others in the error file. An empty file is left
    out. In Anthropic's API all lines are in one file, which belongs to the server.
 """
@@ -47,7 +47,7 @@ class ResultWriter:
             ]
             ended = await self._store.end(batch.id, *files)
         if ended is not None:
-            # What a failure leaves is removed later, by the jobs of the storage.
+            # After a failure, the periodic jobs of the storage remove what is left.
             with suppress(StorageUnavailable):
                 await self._store.remove_lines(batch.id)
                 await self._files.delete(SERVER_PRINCIPAL, batch.source)
