@@ -80,7 +80,7 @@ async def test_added_batch_is_found_by_its_principal_only(store: BatchStore) -> 
     assert not (await store.list("ann", "anthropic", 10)).batches
 
 
-async def test_pages_in_both_orders(store: BatchStore) -> None:
+async def test_list_has_pages_in_both_orders(store: BatchStore) -> None:
     made = [(await add(store)).id for _ in range(5)]
     first = await store.list("ann", "openai", 2)
     second = await store.list("ann", "openai", 2, first.batches[-1])
