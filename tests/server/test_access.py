@@ -138,7 +138,9 @@ def test_anonymous_callers(store: KeyStore, open_authenticator: Open) -> None:
     assert anonymous.principal == "anonymous"
     assert anonymous.quota is not None
     assert not anonymous.routes & {"admin", "stats"}
-    with pytest.raises(PermissionDenied, match=r"^admin routes need a key; without one this server allows: batches, chat, "):
+    with pytest.raises(
+        PermissionDenied, match=r"^admin routes need a key; without one this server allows: batches, chat, "
+    ):
         anonymous.check_route("admin")
     assert authenticator.authenticate(given("none")) is anonymous
     assert "admin" in authenticator.authenticate(given(secret)).routes

@@ -4,7 +4,7 @@ Rules
 1. Every line is a job (see `app_calls`), so it has a slot, an entry in the ledger and metrics.
 2. At most `limits.batch_lines` jobs run or wait for a model at once, of all batches together. The batches take turns.
    A line that waits for its next try holds no slot.
-3. While the storage is not available a batch pauses: it runs no further lines, and goes on when it can record results.
+3. While the storage is not available, a batch pauses: it starts no further lines until results can be recorded.
 4. A stop lets running lines finish within the grace time. All others run after the next start, or on another server.
 """
 
@@ -69,18 +69,18 @@ class BatchRunner:
         while True:
             self._woken.clear()
             try:
-                await self._look()
+                await self._update_runs()
             except StorageUnavailable:
                 # The database has logged the reason.
                 pass
             except Exception:
-                log.exception("looking for batches failed")
+                log.exception("polling for batches failed")
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_SECONDS):
                     await self._woken.wait()
 
-    async def _look(self) -> None:
-        """Run the batches of this server and of servers that died, and notice what has changed."""
+    async def _update_runs(self) -> None:
+        """Start the batches of this server and of dead servers, and interrupt those whose state has changed."""
         store = self.pool.store
         if not store.is_used:
             return
