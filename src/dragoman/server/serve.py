@@ -124,8 +124,8 @@ def default_workers(cpus: int) -> int:
 def _checked_reload(reload_settings: SettingsLoader, initial: Settings, storage_address: str) -> SettingsLoader:
     """Load the settings again, and check them for the address of the running server, which does not change.
 
-    `storage_address` is the configured one. If the server keeps its state in memory instead, that is not a change of the
-    configuration.
+    `storage_address` is the configured one. If the server keeps its state in memory instead, the configuration has not
+    changed.
     """
 
     def load() -> Settings:
