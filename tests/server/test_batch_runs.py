@@ -27,7 +27,7 @@ from tests.support.requests import CHAT, PATIENCE, in_process
 Client = httpx.AsyncClient
 
 
-class FlakyEngine(Engine):
+class Tried(Engine):
     """Replies with the text of the user, and fails as the first word says, so many times as the second one says."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ async def results(client: Client, batch: Any, **headers: str) -> dict[str, Any]:
 
 
 async def test_transient_failures_are_retried_and_others_are_final(tmp_path: Path) -> None:
-    engine = FlakyEngine()
+    engine = Tried()
     texts = ["hello", "busy 2 times", "died 1 time", f"died {MAX_FAILURES} times", "failed 1 time"]
     async with serve_app(engine, tmp_path) as (_, client):
         # The pauses between five tries are seven seconds together.
@@ -119,7 +119,7 @@ async def test_transient_failures_are_retried_and_others_are_final(tmp_path: Pat
 
 
 async def test_number_of_running_lines_is_limited_for_all_batches_together(tmp_path: Path) -> None:
-    engine = FlakyEngine()
+    engine = Tried()
     async with serve_app(engine, tmp_path, limits=Limits(batch_lines=3)) as (_, client):
         made = [
             await submit(client, [chat_line(f"{at}", f"{name} {at}", model="tried") for at in range(20)])
@@ -131,7 +131,7 @@ async def test_number_of_running_lines_is_limited_for_all_batches_together(tmp_p
 
 
 async def test_lines_with_a_common_prompt_run_one_after_the_other(tmp_path: Path) -> None:
-    engine = FlakyEngine()
+    engine = Tried()
     names = [f"{'abc'[at % 3] * 300} {at}" for at in range(18)]
     async with serve_app(engine, tmp_path, limits=Limits(batch_lines=1)) as (_, client):
         await finish(client, await submit(client, [chat_line(name[-9:], name, model="tried") for name in names]))
@@ -141,7 +141,7 @@ async def test_lines_with_a_common_prompt_run_one_after_the_other(tmp_path: Path
 
 
 async def test_expired_batch_reports_what_was_not_run(tmp_path: Path) -> None:
-    engine = FlakyEngine()
+    engine = Tried()
     async with serve_app(engine, tmp_path, limits=Limits(batch_lines=2)) as (app, client):
         first = await submit(client, [chat_line("done", model="tried")])
         await finish(client, first)
@@ -170,7 +170,7 @@ async def test_expired_batch_reports_what_was_not_run(tmp_path: Path) -> None:
 
 
 async def test_batch_pauses_while_the_storage_is_full_and_goes_on_afterwards(tmp_path: Path) -> None:
-    engine = FlakyEngine()
+    engine = Tried()
     async with serve_app(engine, tmp_path, limits=Limits(batch_lines=2)) as (app, client):
         engine.held = asyncio.Event()
         lines = [chat_line(f"n{at}", f"n{at} " + "x" * 20_000, model="tried") for at in range(30)]
@@ -203,7 +203,7 @@ async def test_batch_pauses_while_the_storage_is_full_and_goes_on_afterwards(tmp
 
 
 async def test_lines_have_the_rights_of_the_caller(tmp_path: Path) -> None:
-    engine, store = FlakyEngine(), KeyStore(tmp_path / "keys.db")
+    engine, store = Tried(), KeyStore(tmp_path / "keys.db")
     narrow, _ = store.create("user:ann", routes=("files", "batches", "chat"), models=("tried",))
     revoked, key = store.create("user:bob")
     async with serve_app(engine, tmp_path) as (_, client):
@@ -234,7 +234,7 @@ async def test_lines_have_the_rights_of_the_caller(tmp_path: Path) -> None:
 
 
 async def test_spent_budget_is_the_final_error_of_a_line(tmp_path: Path) -> None:
-    engine = FlakyEngine()
+    engine = Tried()
     budget = Budget(principal="*", per="day", tokens=1)
     async with serve_app(engine, tmp_path, budgets=(budget,)) as (_, client):
         batch = await finish(client, await submit(client, [chat_line("a", model="tried")]))
@@ -245,7 +245,7 @@ async def test_spent_budget_is_the_final_error_of_a_line(tmp_path: Path) -> None
 
 
 async def test_lines_do_not_count_for_the_rate_of_a_key(tmp_path: Path) -> None:
-    engine = FlakyEngine()
+    engine = Tried()
     keys = Keys(store=str(tmp_path / "keys.db"), limits=KeyLimits(requests_per_minute=4))
     settings = {"keys": keys, "api_keys": ("sk-0123456789",)}
     key = {"authorization": "Bearer sk-0123456789"}
@@ -256,7 +256,7 @@ async def test_lines_do_not_count_for_the_rate_of_a_key(tmp_path: Path) -> None:
 
 
 async def test_bad_body_of_a_line_is_the_answer_of_its_endpoint(tmp_path: Path) -> None:
-    async with serve_app(FlakyEngine(), tmp_path) as (_, client):
+    async with serve_app(Tried(), tmp_path) as (_, client):
         lines = [chat_line("a", model="tried", temperature="hot"), b'{"custom_id": "b", "method": "POST", "url": "x"}']
         batch = await finish(client, await submit(client, [*lines, chat_line("c", model="tried")]))
         found = await results(client, batch)
@@ -267,7 +267,7 @@ async def test_bad_body_of_a_line_is_the_answer_of_its_endpoint(tmp_path: Path) 
 @pytest.mark.parametrize("is_memory", [True, False])
 async def test_app_without_batches_does_not_open_a_storage_in_memory(tmp_path: Path, is_memory: bool) -> None:
     storage = Storage(address="memory" if is_memory else str(tmp_path / "d.db"), blobs=str(tmp_path))
-    app = create_app(FlakyEngine(), settings=Settings(models_dir=(), storage=storage))
+    app = create_app(Tried(), settings=Settings(models_dir=(), storage=storage))
     async with in_process(app) as client:
         await client.get("/v1/models")
         await until(lambda: app.batch_runner._polling is not None)
