@@ -93,7 +93,7 @@ def test_patterns_that_match_no_model_are_named(capsys: pytest.CaptureFixture[st
     assert said.count("matches no") == 1
 
 
-def test_rotate(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+def test_rotated_key_accepts_the_old_secret_for_the_grace_time(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     old = run_keys(capsys, "create", "anna", "--route", "chat").strip()
     assert main(["keys", "rotate", "anna", "--grace", "2h"]) == 0
     new, said = capsys.readouterr()
@@ -115,7 +115,9 @@ def test_rotate(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     assert "already revoked" in capsys.readouterr().err
 
 
-def test_last_use_and_usage(capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path) -> None:
+def test_list_shows_the_last_use_and_usage_the_sums_of_each_key(
+    capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path
+) -> None:
     secret = run_keys(capsys, "create", "anna").strip()
     run_keys(capsys, "create", "berta")
     config = {"models": {"echo": {"engine": "scripted"}}, "storage": str(tmp_path / "dragoman.db")}

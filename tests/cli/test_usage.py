@@ -81,12 +81,12 @@ def test_table_of_a_server_that_does_not_run(capsys: pytest.CaptureFixture[str])
     assert lines[1] == ["anonymous", "a", "1", "100", "40", "20", "5", "0.00028"]
     assert lines[2] == ["user:anna", "a", "2", "200", "80", "40", "10", "0.00056"]
     assert lines[3] == []
-    assert " ".join(lines[4]) == "BUDGET OF PER LIMIT USED RESERVED REMAINING ACTION BEGINS ANEW"
+    assert " ".join(lines[4]) == "BUDGET OF PER LIMIT USED RESERVED REMAINING ACTION RESETS"
     assert lines[5][:-1] == ["key", "k1", "month", "cost", "0.50", "0.00056", "0.0006", "0.49884", "warn"]
     assert lines[6] == ["user:anna", "day", "1000", "tokens", "240", "150", "610", "refuse", tomorrow]
 
 
-def test_columns_and_days(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_has_the_requested_columns_and_days(capsys: pytest.CaptureFixture[str]) -> None:
     fill("state.db")
     today = show_day(day_of(time.time()))
     report = json.loads(run_usage(capsys, "--by", "key,day", "--since", "1d", "--json"))
@@ -98,7 +98,7 @@ def test_columns_and_days(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no requests since 2999-01-01" in run_usage(capsys, "--since", "2999-01-01")
 
 
-def test_another_storage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_storage_flag_selects_the_storage(capsys: pytest.CaptureFixture[str]) -> None:
     fill("other.db")
     assert json.loads(run_usage(capsys, "--storage", "other.db", "--json"))["data"]
 

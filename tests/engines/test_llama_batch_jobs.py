@@ -1,4 +1,4 @@
-"""Batch jobs of the llama engine: they use what interactive jobs leave, and always proceed."""
+"""Batch jobs of the llama engine: they use what interactive jobs leave free, and always proceed."""
 
 import asyncio
 import random

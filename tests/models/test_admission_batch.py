@@ -1,4 +1,4 @@
-"""Batch requests in admission: they use what interactive requests leave, and never starve."""
+"""Batch requests in admission: they use the slots that interactive requests leave free, and never starve."""
 
 import asyncio
 import random

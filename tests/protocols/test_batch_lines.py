@@ -87,7 +87,7 @@ def test_bad_line_is_reported_with_its_number(text: bytes, code: str, param: str
     assert bad.error is not None
     assert (bad.error.code, bad.error.param, bad.error.line, bad.custom_id) == (code, param, 2, name)
     assert bad.error.message.startswith(f"line 2: {f'{param}: ' if param else ''}")
-    result = msgspec.msgpack.decode(msgspec.msgpack.encode(batch_lines.refused(bad)), type=LineResult)
+    result = msgspec.msgpack.decode(msgspec.msgpack.encode(batch_lines.refused_result(bad)), type=LineResult)
     encoded = json.loads(encode_openai_result("batch_0a", ResultLine(2, bad.custom_id, result), "completed"))
     error = {"code": code, "message": bad.error.message}
     assert encoded == {"id": "batch_req_0a_2", "custom_id": name, "response": None, "error": error}

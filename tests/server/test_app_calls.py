@@ -6,15 +6,15 @@ import json
 from dragoman import create_app
 from dragoman.config.settings import Settings
 from dragoman.engines.scripted import ScriptedEngine
-from dragoman.server.app_calls import Job, call_app, job_scope
+from dragoman.server.app_calls import RequestJob, call_app, job_scope
 from dragoman.server.auth.callers import Caller
 from tests.support.requests import CHAT, HELLO
 
 KEYED = Settings(api_keys=("sk-0123456789abcdef",), hosts=("example.org",))
-JOB = Job(Caller("user:anna"), "job-1")
+JOB = RequestJob(Caller("user:anna"), "job-1")
 
 
-def ask(job: Job, **fields: object) -> tuple[int, bytes, bytes]:
+def ask(job: RequestJob, **fields: object) -> tuple[int, bytes, bytes]:
     """Run a chat as a job; return its status, its body, and the parts of its body that came early."""
 
     async def run() -> tuple[int, bytes, bytes]:
@@ -45,6 +45,6 @@ def test_a_streamed_job_passes_its_frames_on() -> None:
 
 
 def test_a_job_may_do_only_what_its_caller_may() -> None:
-    status, body, _ = ask(Job(Caller("user:anna", routes=frozenset({"embeddings"})), "job-1"))
+    status, body, _ = ask(RequestJob(Caller("user:anna", routes=frozenset({"embeddings"})), "job-1"))
     assert status == 403
     assert "chat routes" in json.loads(body)["error"]["message"]

@@ -158,7 +158,7 @@ def test_full_queue_delays_a_response(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("model", ["failing", "failing-at-once"])
-def test_failure(client: OpenAI, model: str) -> None:
+def test_failure_of_the_model_fails_the_response(client: OpenAI, model: str) -> None:
     made = start(client, model)
     failed = wait_for(client, made.id, "failed")
     assert failed.error is not None
@@ -193,7 +193,7 @@ LASTING = {"models": MODELS, "default": "echo", "limits": {"queue": 8}}
 
 
 @pytest.mark.parametrize("is_clean", [True, False], ids=["SIGTERM", "kill -9"])
-def test_restart(tmp_path: Path, serving: Serving, is_clean: bool) -> None:
+def test_restart_runs_queued_responses_and_fails_running_ones(tmp_path: Path, serving: Serving, is_clean: bool) -> None:
     """Responses that ended are there, one that was in progress is failed, and a queued one runs."""
     with serving(tmp_path, LASTING | {"grace_seconds": 0}) as running, sdk(running) as client:
         done = wait_for(client, start(client).id, "completed")

@@ -143,7 +143,7 @@ def test_another_server_takes_over_the_batches_of_a_dead_one(
             assert not [event for event in second.events() if event.get("scope") == "chat"]
         _age_heartbeats(storage, batch)
         check_results(second, batch, 100)
-        assert "go on here: 1" in second.log.read_text()
+        assert "took over batches of servers that stopped: 1" in second.log.read_text()
 
 
 def _age_heartbeats(storage: Mapping[str, str], batch: str) -> None:

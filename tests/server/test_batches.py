@@ -164,7 +164,7 @@ def test_cancelled_batch_keeps_what_was_answered(openai_client: OpenAI) -> None:
     errors = read_file(openai_client, ended.error_file_id)
     assert len(errors) == 20
     assert {entry["error"]["code"] for entry in errors} == {"batch_cancelled"}
-    with pytest.raises(openai.BadRequestError, match="ended already"):
+    with pytest.raises(openai.BadRequestError, match="already ended"):
         openai_client.batches.cancel(batch.id)
 
 
@@ -307,7 +307,10 @@ def test_anthropic_list_has_pages(anthropic_client: Anthropic, client: httpx.Cli
         (b'{"requests": []}', "requests: expected at least one request"),
         (b'{"requests": [{"custom_id": "a", "params": {}}, 5]}', "requests[1]: expected an object"),
         (b'{"requests": [{"custom_id": "a"}]}', "requests[0].params: required"),
-        (b'{"requests": [{"custom_id": "a", "params": {}}, {"custom_id": "a", "params": {}}]}', "is used before"),
+        (
+            b'{"requests": [{"custom_id": "a", "params": {}}, {"custom_id": "a", "params": {}}]}',
+            "is already used by an earlier request",
+        ),
         (b'{"requests": [{"custom_id": "a", "params": {}}', "not valid JSON"),
     ],
 )

@@ -131,7 +131,7 @@ def test_budget_that_warns_names_itself_in_a_header_and_once_in_the_log(keyed: R
     assert "x-dragoman-budget" not in chat(keyed, key).headers
     assert eventually(lambda: "x-dragoman-budget" in chat(keyed, key).headers)
     streamed = chat(keyed, key, stream=True)
-    name = f"of 3 tokens per week of key {key.split('_')[1]}; begins anew on 20"
+    name = f"of 3 tokens per week of key {key.split('_')[1]}; resets on 20"
     assert name in streamed.headers["x-dragoman-budget"]
     assert streamed.status_code == 200
     assert keyed.log.read_text().count(f"per week of key {key.split('_')[1]}") == 1

@@ -159,7 +159,7 @@ def test_conversation_of_another_key_does_not_exist(client: OpenAI, running: Run
     assert texts(client, made.id) == ["secret"]
 
 
-def test_invalid_requests(plain: httpx.Client) -> None:
+def test_invalid_field_is_named_and_unknown_path_is_a_404(plain: httpx.Client) -> None:
     made = plain.post(CONVERSATIONS, json={}).json()["id"]
     wrong: list[tuple[str, Any, str]] = [
         ("", {"items": 5}, "items"),

@@ -113,7 +113,7 @@ def test_openai_pages_follow_each_other(client: openai.OpenAI) -> None:
     assert ([file.id for file in page.data], page.has_more) == ([made[1], made[0]], False)
 
 
-def test_openai_expiry(client: openai.OpenAI) -> None:
+def test_openai_file_expires_as_requested(client: openai.OpenAI) -> None:
     made = client.files.create(file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 3 * 3600})
     assert made.expires_at == pytest.approx(made.created_at + 3 * 3600, abs=1)
 

@@ -13,7 +13,7 @@ from dragoman import create_app
 from dragoman.config.sections import KeyLimits, Keys
 from dragoman.config.settings import Limits, Settings
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions
-from dragoman.server.app_calls import Job, call_app, job_scope
+from dragoman.server.app_calls import RequestJob, call_app, job_scope
 from dragoman.server.auth.callers import Caller
 from tests.support.requests import CHAT, COMPLETIONS, HELLO, ask, frames, recorded, refused, talk, under_way
 from tests.support.sdk import sdk
@@ -121,7 +121,7 @@ def test_requests_of_a_key_with_batch_priority() -> None:
 
 def test_batch_jobs_wait_without_limits() -> None:
     settings = Settings(limits=Limits(queue=0, queue_seconds=0.001))
-    jobs = [Job(Caller("user:anna"), f"job-{number}", is_batch=True) for number in range(4)]
+    jobs = [RequestJob(Caller("user:anna"), f"job-{number}", is_batch=True) for number in range(4)]
 
     async def run() -> Sequence[Any]:
         options = ScriptedOptions(slots=1, tokens_per_second=50)

@@ -251,7 +251,7 @@ def limited(app: App) -> Callable[[bool], Any]:
 LARGE = "x" * 40_000
 
 
-async def test_full_disk(tmp_path: Path) -> None:
+async def test_full_disk_refuses_only_what_must_be_stored(tmp_path: Path) -> None:
     """Generation goes on where nothing has to be kept; what must be kept is a 503; then everything works again."""
     settings = Settings(models_dir=(), storage=Storage(address=str(tmp_path / "x.db"), blobs=str(tmp_path / "blobs")))
     app = create_app(ScriptedEngine(), settings=settings)

@@ -10,7 +10,7 @@ from dragoman.core.events import Usage
 from dragoman.protocols.batch_lines import InputLine, LineResult
 from dragoman.protocols.batches import InputError
 from dragoman.storage.batch_states import StoredBatch
-from dragoman.storage.batches import FIRST, GROUP, OWNER, BatchStore, NewBatch
+from dragoman.storage.batches import FIRST, GROUP, SERVER_PRINCIPAL, BatchStore, NewBatch
 from dragoman.storage.blobs import BlobStore
 from dragoman.storage.database import Database
 from dragoman.storage.files import FileStore
@@ -56,7 +56,7 @@ async def add_running(store: BatchStore, count: int = 3, **fields: object) -> St
 
 
 async def end(store: BatchStore, batch: StoredBatch) -> StoredBatch:
-    principal = batch.principal if batch.api == "openai" else OWNER
+    principal = batch.principal if batch.api == "openai" else SERVER_PRINCIPAL
     file = files_of(store).draft(principal, "out", "batch_output", files_of(store)._blobs.add(b"results"))
     ended = await store.end(batch.id, file, None)
     assert ended is not None
@@ -80,7 +80,7 @@ async def test_added_batch_is_found_by_its_principal_only(store: BatchStore) -> 
     assert not (await store.list("ann", "anthropic", 10)).batches
 
 
-async def test_pages_in_both_orders(store: BatchStore) -> None:
+async def test_list_has_pages_in_both_orders(store: BatchStore) -> None:
     made = [(await add(store)).id for _ in range(5)]
     first = await store.list("ann", "openai", 2)
     second = await store.list("ann", "openai", 2, first.batches[-1])
@@ -95,7 +95,7 @@ async def test_pages_in_both_orders(store: BatchStore) -> None:
 async def test_waiting_lines_come_in_the_order_of_their_prefixes(store: BatchStore) -> None:
     batch = await add_running(store, 6)
     seen, place = [], FIRST
-    while page := await store.waiting(batch.id, place, 2):
+    while page := await store.read_waiting(batch.id, place, 2):
         seen += [line.number for line in page]
         place = page[-1].prefix, page[-1].number
         if len(seen) == 2:
@@ -110,7 +110,7 @@ async def test_first_result_of_a_line_is_final(store: BatchStore) -> None:
     assert sorted(recorded) == [False, False, False, True]
     assert await store.record(batch.id, 1, FAILED, Usage())
     assert not await store.record(batch.id, 99, GOOD, Usage())
-    [first, second, third] = await store.results(batch.id, 0, 10)
+    [first, second, third] = await store.read_results(batch.id, 0, 10)
     assert (first.result, third.result) == (FAILED, None)
     assert second.result == results[recorded.index(True)]
     found = await store.find_own(batch.id)
@@ -133,7 +133,7 @@ async def test_batch_is_finalized_only_when_no_line_waits(store: BatchStore) -> 
     assert (ended.state, ended.server) == ("completed", None)
     assert ended.output_file is not None
     assert await files_of(store).find("ann", ended.output_file) is not None
-    with pytest.raises(BadRequest, match="ended already"):
+    with pytest.raises(BadRequest, match="already ended"):
         await store.cancel("ann", "openai", batch.id)
 
 
@@ -157,8 +157,8 @@ async def test_lines_with_errors_keep_their_names(store: BatchStore) -> None:
     validated = await store.note_validated(batch.id, 3, (error,), 2)
     assert validated is not None
     assert (validated.errors, validated.errored) == ((error,), 2)
-    assert [line.custom_id for line in await store.results(batch.id, 0, 10)] == ["\x00ü", "\x00ü", None]
-    assert [line.number for line in await store.waiting(batch.id, FIRST, 10)] == [1]
+    assert [line.custom_id for line in await store.read_results(batch.id, 0, 10)] == ["\x00ü", "\x00ü", None]
+    assert [line.number for line in await store.read_waiting(batch.id, FIRST, 10)] == [1]
 
 
 async def test_files_and_end_of_a_batch_appear_together_or_not_at_all(store: BatchStore, blobs: BlobStore) -> None:
@@ -184,7 +184,7 @@ async def test_deleted_batch_takes_its_results_with_it(store: BatchStore) -> Non
     assert await store.delete("ann", "anthropic", batch.id)
     assert not await store.delete("ann", "anthropic", batch.id)
     assert ended.output_file is not None
-    assert await files_of(store).find(OWNER, ended.output_file) is None
+    assert await files_of(store).find(SERVER_PRINCIPAL, ended.output_file) is None
 
 
 async def test_expired_batches_and_forgotten_lines_are_removed(store: BatchStore, database: Database) -> None:
@@ -222,12 +222,12 @@ async def test_restarted_server_takes_its_batches_over(tmp_path: Path) -> None:
     before.close()
     after = Database(address)
     store = make_store(after, blobs)
-    assert not await store.own()
+    assert not await store.list_own()
     assert await store.claim() == 1
     assert await store.claim() == 0
-    [own] = await store.own()
+    [own] = await store.list_own()
     assert (own.id, own.succeeded, own.waiting) == (batch.id, 1, 2)
-    assert [line.number for line in await store.waiting(batch.id, FIRST, 10)] == [2, 3]
+    assert [line.number for line in await store.read_waiting(batch.id, FIRST, 10)] == [2, 3]
     after.close()
 
 
@@ -241,9 +241,9 @@ async def test_one_of_several_servers_takes_over_a_dead_ones_batches(postgres: P
     gone = delete(servers).where(servers.c.id == databases[0].server)
     await databases[1].write(lambda connection: connection.execute(gone) and None)
     assert sum(await asyncio.gather(*(store.claim() for store in living for _ in range(3)))) == 10
-    owned = [batch.id for store in living for batch in await store.own()]
+    owned = [batch.id for store in living for batch in await store.list_own()]
     assert sorted(owned) == sorted(batch.id for batch in made)
-    assert not await dead.own()
+    assert not await dead.list_own()
     # The server was only slow: what it still does has no effect.
     assert not await dead.record(made[0].id, 1, GOOD, Usage())
     assert await dead.finalize(made[0].id) is None

@@ -147,7 +147,7 @@ async def test_refusal_names_the_budget_and_is_counted(database: Database) -> No
     tomorrow = show_day(day_of(time.time()) + 1)
     assert refusal.value.message == (
         "budget exhausted: 900 of 1000 tokens per day of user:anna used or reserved, and this request may need 150. "
-        f"The budget begins anew on {tomorrow} 00:00 UTC; until then, a smaller max_tokens needs less"
+        f"The budget resets on {tomorrow} 00:00 UTC; until then, a smaller max_tokens needs less"
     )
     assert refusal.value.retry_after is None
     assert refusals == {"insufficient_quota": 1}

@@ -135,7 +135,7 @@ async def test_full_database_leaves_no_content(files: FileStore, blobs: BlobStor
     assert await ids(files) == [kept.id]
 
 
-async def test_pages_in_both_orders(files: FileStore, blobs: BlobStore) -> None:
+async def test_list_has_pages_in_both_orders(files: FileStore, blobs: BlobStore) -> None:
     made = [await add(files, blobs, purpose="batch" if at % 3 else "user_data") for at in range(10)]
     await add(files, blobs, principal="bob")
     for order, expected in (("asc", made), ("desc", made[::-1])):

@@ -29,7 +29,9 @@ def test_uses_are_kept_until_they_can_be_written(tmp_path: Path, caplog: pytest.
     uses.note("a", 1.0)
     uses.write(store)
     uses.write(store)
-    assert [record.message.partition(":")[0] for record in caplog.records] == ["cannot write when keys were used"]
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "cannot write the times of the last use of keys"
+    ]
     store.parent.mkdir()
     uses.write(store)
     assert read_uses(store) == {"a": 1.0}

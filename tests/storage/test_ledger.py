@@ -393,10 +393,10 @@ async def test_budget_that_warns_is_logged_once(database: Database, caplog: pyte
             ledger.close(ended(f"req-{number}", prompt_tokens=10))
             await ledger.flush()
     [message] = [record.message for record in caplog.records]
-    assert message.startswith("budget passed: 30 of 25 tokens per week of user:anna; begins anew on 20")
+    assert message.startswith("budget exhausted: 30 of 25 tokens per week of user:anna; resets on 20")
     warning = ledger.find_warning(ANNA)
     assert warning is not None
-    assert warning.startswith("40 of 25 tokens per week of user:anna; begins anew on 20")
+    assert warning.startswith("40 of 25 tokens per week of user:anna; resets on 20")
     await ledger.stop()
 
 

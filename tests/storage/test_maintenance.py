@@ -29,4 +29,4 @@ async def test_failing_job_runs_again_and_leaves_the_others(caplog: pytest.LogCa
     maintenance.start()
     await asyncio.wait_for(done.wait(), 30)
     await maintenance.stop()
-    assert {record.message for record in caplog.records} == {"a job of the storage failed"}
+    assert {record.message for record in caplog.records} == {"a periodic job of the storage failed"}

@@ -1,4 +1,4 @@
-"""Servers that are killed while they write to their storage, a process that only writes, and a full disk.
+"""Scenarios of the storage: a killed server, a killed process that only writes, and a full disk.
 
 `server_killed` runs servers of its own in one folder, one after the other. Clients note what a server acknowledges; the
 next one must have it. Another kind of state needs a `Client` and a line in `CLIENTS`.
@@ -25,10 +25,10 @@ from tools.faults.system import fill, small_disk
 from tools.faults.trial import ANSWERED, KEY, PROBE, PROBE_TEXT, REQUEST_SECONDS, Trial
 from tools.server import Server, run_server
 
-OLDEST_SECONDS = 1.0
-CLIENTS_OF_A_KIND = 3
-SECONDS_OF_A_KILL = 2.0
-"""For the time limit of `storage_killed`; it usually takes a tenth."""
+MAX_LIFETIME_SECONDS = 1.0
+CLIENTS_PER_KIND = 3
+SECONDS_PER_KILL = 2.0
+"""The time limit of `storage_killed`, per kill; a kill usually takes a tenth of it."""
 BUDGET_TOKENS = 10**9
 DISK_BYTES = 32 * 2**20
 """More than SQLite's log of changes needs, which is about 4 MiB."""
@@ -55,7 +55,7 @@ class Client(ABC):
 
     @abstractmethod
     async def check(self, trial: Trial, http: httpx.AsyncClient, folder: Path, known: dict[str, Any]) -> None:
-        """Look for it on another server."""
+        """Check on the next server that all of `known` is there."""
 
 
 class Chats(Client):
@@ -149,12 +149,12 @@ async def _load_and_kill(trial: Trial, server: Server, key: str) -> Known:
                 # The server is dead.
                 return
 
-    seeds = [trial.random.getrandbits(64) for _ in range(CLIENTS_OF_A_KIND)]
+    seeds = [trial.random.getrandbits(64) for _ in range(CLIENTS_PER_KIND)]
     async with _http(server, key) as http, asyncio.TaskGroup() as group:
         for name in CLIENTS:
             for seed in seeds:
                 group.create_task(repeat(name, Random(seed)))
-        await asyncio.sleep(trial.random.uniform(0, OLDEST_SECONDS))
+        await asyncio.sleep(trial.random.uniform(0, MAX_LIFETIME_SECONDS))
         server.process.kill()
         await asyncio.to_thread(server.process.wait)
     return known
@@ -177,7 +177,7 @@ async def storage_killed(trial: Trial) -> None:
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         output, _ = await asyncio.wait_for(
-            process.communicate(), (60 + SECONDS_OF_A_KILL * trial.times) * trial.patience
+            process.communicate(), (60 + SECONDS_PER_KILL * trial.times) * trial.patience
         )
     finally:
         if process.returncode is None:
@@ -199,7 +199,7 @@ def small_storage(folder: Path) -> Iterator[Setup]:
 
 
 async def storage_full(trial: Trial) -> None:
-    """No room for the database and for files. Owners with a budget and uploads get 503; others do not notice."""
+    """No space for the database and for files. Owners with a budget and uploads get 503; other requests are served."""
     disk: Path = trial.resource
     limits = KeyLimits(budgets=(BudgetLimit(per="month", tokens=BUDGET_TOKENS),))
     key, _ = KeyStore(trial.folder / "keys.db").create("anna", limits=limits)

@@ -2,9 +2,9 @@
 
     python -m tools.faults.storage_kills FOLDER [--times N] [--seed S]
 
-Each time a child writes until it gets SIGKILL, at a random moment, also while it opens or creates the database. What
-the storage acknowledges, the child says on a pipe. Then the storage is opened again, as by the next start of a
-server. To start soon, children are forks of this process.
+Each time, a child writes until it gets SIGKILL at a random moment, which may be while it opens or creates the database.
+The child reports on a pipe what the storage acknowledges. Then the storage is opened again, as by the next start of a
+server. Children are forks of this process, so that they start quickly.
 
     Writer    one kind of work: `run` does it in the child, `check` looks at what is there
 
@@ -49,9 +49,9 @@ from dragoman.storage.tables import files as files_table
 from dragoman.storage.tables import ledger as ledger_table
 from dragoman.storage.tables import usage
 
-LONGEST_SECONDS = 0.15
-"""The oldest age of a child at its death."""
-KILLS_OF_A_FOLDER = 25
+MAX_LIFETIME_SECONDS = 0.15
+"""A child is killed at a random moment up to this age."""
+KILLS_PER_FOLDER = 25
 """Then an empty one is used: the creation of the database must survive kills too."""
 FAR = 10 * ORPHAN_SECONDS
 BUDGET = Budget(per="week", tokens=20_000, principal="user:limited")
@@ -220,7 +220,7 @@ def void(_: object) -> None:
 def kill_child(folder: Path, random: Random) -> Iterator[list[Any]]:
     """Run a child, kill it at a random age, and yield what it acknowledged."""
     reader, writer = os.pipe()
-    child_random, age = Random(random.getrandbits(64)), random.uniform(0, LONGEST_SECONDS)
+    child_random, age = Random(random.getrandbits(64)), random.uniform(0, MAX_LIFETIME_SECONDS)
     pid = os.fork()
     if pid == 0:
         try:
@@ -269,8 +269,8 @@ def main() -> int:
     logging.disable(logging.WARNING)
     random, found, count = Random(arguments.seed), Found(), 0
     for number in range(arguments.times):
-        folder = arguments.folder / str(number // KILLS_OF_A_FOLDER)
-        if number % KILLS_OF_A_FOLDER == 0:
+        folder = arguments.folder / str(number // KILLS_PER_FOLDER)
+        if number % KILLS_PER_FOLDER == 0:
             folder.mkdir(parents=True)
             found.acknowledged.clear()
         for name, thing, value in kill_child(folder, random):

@@ -74,7 +74,7 @@ def small_disk(folder: Path, size: int = DISK_BYTES) -> Iterator[Setup]:
 
 
 def fill(disk: Path) -> Path:
-    """A file that takes all the room that is left."""
+    """A file that takes all the space that is left."""
     file = disk / "fill"
     with file.open("wb", buffering=0) as output:
         for size in (65536, 1):
@@ -88,7 +88,7 @@ def fill(disk: Path) -> Path:
 
 
 async def disk_full(trial: Trial) -> None:
-    """No room for the event log, the key store and a download. Requests go on; nothing that is there is damaged."""
+    """No space for the event log, the key store and a download. Requests go on; nothing that is there is damaged."""
     disk: Path = trial.resource
     store, events = KeyStore(disk / "home" / "keys.db"), disk / "events.jsonl"
     first, _ = store.create("first")

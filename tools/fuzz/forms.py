@@ -1,4 +1,4 @@
-"""Uploads: forms with a file, left as they are, or with one oddity, or damaged; and sessions with a stored file."""
+"""Generates uploads: valid, odd and damaged forms with a file; and sessions with a stored file."""
 
 from random import Random
 
@@ -30,7 +30,7 @@ QUERIES = (
 
 
 def session(random: Random) -> list[Request]:
-    """An upload. If it is a good one, requests with the stored file follow."""
+    """An upload. If it is valid, requests for the stored file follow."""
     if random.random() < 0.5:
         return [_odd_upload(random)]
     version = (VERSION,) if random.random() < 0.4 else ()

@@ -22,7 +22,7 @@ from dragoman.protocols.batches import DEFAULT_WINDOW, FINAL_STATES
 EXAMPLES = """\
 examples:
   dragoman batch submit requests.jsonl --wait          run all requests of the file, and show the progress
-  dragoman batch submit requests.jsonl --window 7d     give up what is not answered within a week
+  dragoman batch submit requests.jsonl --window 7d     requests without an answer after a week expire
   dragoman batch status                                list the batches
   dragoman batch status batch_0123456789ab             show one batch
   dragoman batch results batch_0123456789ab -o out.jsonl
@@ -34,10 +34,10 @@ key, give one in --api-key or $DRAGOMAN_API_KEY.
 """
 PATH, FILES = "/v1/batches", "/v1/files"
 POLL_SECONDS = 1.0
-PATIENCE_SECONDS = 120.0
+MAX_OUTAGE_SECONDS = 120.0
 """How long `--wait` waits for a server that does not answer, such as one that restarts."""
-BAR = 30
-LISTED = 20
+BAR_WIDTH = 30
+LIST_LIMIT = 20
 
 
 class _Line(msgspec.Struct):
@@ -58,7 +58,9 @@ def add(commands: Commands) -> None:
     results = _add_action(actions, "results", "print the results of a batch", _fetch)
     results.add_argument("id", metavar="ID")
     results.add_argument("-o", "--output", metavar="FILE", help="write them to this file")
-    results.add_argument("--errors", action="store_true", help="the requests that failed, in place of the others")
+    results.add_argument(
+        "--errors", action="store_true", help="the requests that failed, instead of those that succeeded"
+    )
     cancel = _add_action(actions, "cancel", "cancel a batch", _cancel)
     cancel.add_argument("id", metavar="ID")
 
@@ -96,7 +98,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     try:
         batch = _wait(server, batch["id"])
     except KeyboardInterrupt:
-        print_progress(f"\nthe batch goes on; see dragoman batch status {batch['id']}")
+        print_progress(f"\nthe batch continues; see dragoman batch status {batch['id']}")
         raise
     _print(batch, arguments, _describe(batch))
     return int(batch["status"] != "completed" or batch["request_counts"]["failed"] > 0)
@@ -119,7 +121,7 @@ def _wait(server: AdminClient, batch_id: str) -> Any:
             batch = server.get(f"{PATH}/{batch_id}")
             answered = time.monotonic()
         except ConfigError:
-            if time.monotonic() - answered > PATIENCE_SECONDS:
+            if time.monotonic() - answered > MAX_OUTAGE_SECONDS:
                 raise
         else:
             if sys.stderr.isatty():
@@ -134,9 +136,9 @@ def _wait(server: AdminClient, batch_id: str) -> Any:
 def _progress(batch: Any) -> str:
     counts = batch["request_counts"]
     total, done = counts["total"], counts["completed"] + counts["failed"]
-    filled = BAR * done // total if total else 0
+    filled = BAR_WIDTH * done // total if total else 0
     failed = f", {counts['failed']} failed" if counts["failed"] else ""
-    return f"[{'#' * filled}{'.' * (BAR - filled)}] {done}/{total} {batch['status']}{failed}"
+    return f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {done}/{total} {batch['status']}{failed}"
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -145,7 +147,7 @@ def _show(arguments: argparse.Namespace) -> int:
         batch = server.get(_path(arguments.id))
         _print(batch, arguments, _describe(batch))
         return 0
-    batches = server.get(f"{PATH}?limit={LISTED}")["data"]
+    batches = server.get(f"{PATH}?limit={LIST_LIMIT}")["data"]
     rows = [["BATCH", "CREATED", "STATUS", "LINES", "COMPLETED", "FAILED"]]
     for batch in batches:
         counts = batch["request_counts"]

@@ -41,7 +41,7 @@ the last one is revoked. To serve callers without a key again, set `keys.anonymo
 """
 DAY = 24 * 3600
 DEFAULT_GRACE, MAX_GRACE = "1d", 366 * DAY
-WAY_BACK = (
+ANONYMOUS_HINT = (
     "To serve callers without a key again, set `keys.anonymous: true` and reload, "
     "or stop the server and delete the file."
 )
@@ -88,7 +88,9 @@ def _add_create(actions: Commands) -> None:
         "refuse requests above 'tokens N/day' or 'cost X/month' (day, week, month); 'warn tokens N/day' only warns"
     )
     add_repeatable(parser, "--budget", "BUDGET", budget_help, type=_parse_budget)
-    parser.add_argument("--priority", choices=get_args(Priority), help="batch: requests use what others leave")
+    parser.add_argument(
+        "--priority", choices=get_args(Priority), help="batch: requests run when interactive ones leave slots free"
+    )
     parser.add_argument("--days", metavar="N", type=_parse_days, help="days until the key expires")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=create)
@@ -156,7 +158,7 @@ def create(arguments: argparse.Namespace) -> int:
     if any(other.principal == key.principal for other in before):
         _note(f"{key.principal} had a key before; the new key can read the responses and files of that principal")
     if not (before or settings.api_keys or settings.keys.jwt or settings.keys.anonymous):
-        _note(f"this is the first key: from now on, a server with this configuration requires a key. {WAY_BACK}")
+        _note(f"this is the first key: from now on, a server with this configuration requires a key. {ANONYMOUS_HINT}")
     for pattern in _unknown_models(settings, arguments.model):
         _note(f"warning: --model {pattern!r} matches no configured model; names of aliases do not count")
     print(json.dumps({"key": secret, **_key_fields(key, {})}, indent=2) if arguments.json else secret)
@@ -224,7 +226,7 @@ def revoke(arguments: argparse.Namespace) -> int:
         store.revoke(key.id)
         _note(f"revoked key {key.id} of {key.principal}")
     if not any(key.is_valid(time.time()) for key in store.all()):
-        _note(f"no key is left in {store.path}, but the server still requires one. {WAY_BACK}")
+        _note(f"no key is left in {store.path}, but the server still requires one. {ANONYMOUS_HINT}")
     return 0
 
 

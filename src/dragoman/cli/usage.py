@@ -140,7 +140,7 @@ def counts(entry: UsageEntry) -> list[str]:
 
 
 def _format_budgets(budgets: Sequence[BudgetEntry]) -> str:
-    heads = ["BUDGET OF", "PER", "LIMIT", "USED", "RESERVED", "REMAINING", "ACTION", "BEGINS ANEW"]
+    heads = ["BUDGET OF", "PER", "LIMIT", "USED", "RESERVED", "REMAINING", "ACTION", "RESETS"]
     rows = []
     for budget in budgets:
         owner = budget.principal if budget.key is UNSET else f"key {budget.key or 'none'}"

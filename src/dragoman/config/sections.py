@@ -74,7 +74,7 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """Prompt and reply tokens together."""
     budgets: tuple[BudgetLimit, ...] = ()
     priority: Priority | None = None
-    """`batch`: its requests use what others leave. None means interactive."""
+    """`batch`: its requests use only what interactive requests leave free. None means interactive."""
 
     @property
     def has_rates(self) -> bool:

@@ -11,7 +11,7 @@ SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 Word = Annotated[str, msgspec.Meta(min_length=1)]
 ReasoningField = Literal["reasoning_content", "reasoning", "thought"]
 Priority = Literal["interactive", "batch"]
-"""Batch requests use what interactive ones leave."""
+"""Batch requests use the slots and the time that interactive requests leave free."""
 RouteScope = Literal[
     "chat",
     "completions",

@@ -11,9 +11,9 @@ Rules
    last `RESERVE_SECONDS`. So long requests of one principal do not block others.
 6. Every choice of a request takes a slot. Rules 2 and 3 apply only to the first one: the request is admitted already.
 
-Batch requests use what interactive ones leave. Rules 1, 4 and 6 apply to them too, and:
+Batch requests use the slots that interactive requests leave free. Rules 1, 4 and 6 apply to them too, and:
 
-7. They count in no rule of interactive requests, except in rule 1.
+7. They do not count for interactive requests, except in rule 1.
 8. A batch request gets a slot if no interactive request waits, and if it leaves enough slots free for interactive
    ones: as many as these needed at once in the last `PEAK_SECONDS`, less those that they hold; and at least one, if
    there are several.
@@ -106,7 +106,7 @@ class RecentPeak:
         return max(self._current, self._previous)
 
     def change_in(self, now: float) -> float:
-        """Seconds until the highest level may change without a new one."""
+        """Seconds until the highest level may fall."""
         self._forget(now)
         return self._began + PEAK_SECONDS - now
 

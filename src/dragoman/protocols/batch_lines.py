@@ -8,9 +8,9 @@
 Rules
 1. An input is read in pieces. Memory holds one line, and a digest of every `custom_id`.
 2. Lines are counted from 1, as in an editor. Empty lines count, and are skipped.
-3. A line that cannot run is a line with an error. The others run.
-4. `prefix` orders lines: those whose prompts begin alike are neighbours, so that the prompt cache has what they share.
-   It has digests of longer and longer beginnings of the prompt.
+3. A line that cannot run has an error. The others run.
+4. `prefix` orders lines: those whose prompts begin alike are neighbours, so that they share a cached prefix. It is a
+   sequence of digests of longer and longer beginnings of the prompt.
 """
 
 from collections.abc import Iterator
@@ -141,7 +141,7 @@ class LineReader:
         return lines
 
     def end(self) -> list[InputLine]:
-        """The last line, if it does not end in a line break."""
+        """Return the last line, if it does not end in a line break."""
         return list(self._end_line())
 
     def _extend(self, part: bytes) -> None:
@@ -184,7 +184,12 @@ class LineReader:
             return self._refuse(line, "mismatched_url", message, "url")
         name = _digest(parsed.custom_id)
         if name in self._names:
-            return self._refuse(line, "duplicate_custom_id", f"{quote(parsed.custom_id)} is used before", "custom_id")
+            return self._refuse(
+                line,
+                "duplicate_custom_id",
+                f"{quote(parsed.custom_id)} is already used by an earlier line",
+                "custom_id",
+            )
         field = "body" if self._api == "openai" else "params"
         try:
             body = _body.decode(_raw_body(parsed))
@@ -193,7 +198,7 @@ class LineReader:
             return self._refuse(line, "invalid_request", message, field + path)
         for name_of_field in ("stream", "background"):
             if getattr(body, name_of_field):
-                message = "a batch cannot do that; leave it out"
+                message = "not supported in a batch; leave it out"
                 return self._refuse(line, "invalid_request", message, f"{field}.{name_of_field}")
         self._names.add(name)
         return msgspec.structs.replace(line, prefix=body.prefix())
@@ -212,7 +217,7 @@ class AnthropicLines:
         self.count = 0
 
     def add(self, item: bytes) -> bytes:
-        """The line of the next element. Raises a BadRequest if its result could not be named."""
+        """Return the line of the next element. Raises a BadRequest if its `custom_id` is not usable."""
         path = f"{self._field}[{self.count}]"
         if self.count == MAX_LINES:
             raise BadRequest(f"{self._field}: more than {MAX_LINES} requests", param=self._field)
@@ -224,7 +229,7 @@ class AnthropicLines:
         digest = _digest(name)
         if digest in self._names:
             path = f"{path}.custom_id"
-            raise BadRequest(f"{path}: {quote(name)} is used before", param=path)
+            raise BadRequest(f"{path}: {quote(name)} is already used by an earlier request", param=path)
         self._names.add(digest)
         self.count += 1
         return _one_line(item) + b"\n"
@@ -251,7 +256,7 @@ def request_body(api: Api, line: bytes) -> bytes:
     return bytes(_raw_body(_decoders[api].decode(line)))
 
 
-def refused(line: InputLine) -> LineResult:
+def refused_result(line: InputLine) -> LineResult:
     """The result of a line with an error."""
     assert line.error is not None
     return LineResult(code=line.error.code, message=line.error.message, custom_id=line.custom_id)

@@ -97,7 +97,7 @@ class ItemScanner:
                 limit = f"{self._max_bytes} bytes (`limits.body_bytes` of this server)"
                 raise TooLarge(f"{path}: larger than {limit}", param=path)
             return
-        # In the array there is nothing else than spaces and commas.
+        # Between the items of the array there are only spaces and commas.
         self._rest += _SPACES.sub(b" ", data) if self._in_array else data
         if len(self._rest) > MAX_REST:
             raise TooLarge(f"the fields beside {self._field!r} are larger than {MAX_REST} bytes")

@@ -1,6 +1,6 @@
 """Requests and replies of usage reports: `/admin/usage`, and OpenAI's `/v1/organization/usage/completions`.
 
-    our query    := since: DATE | DAYS "d"     by: COLUMN ("," COLUMN)*     COLUMN := day | key | principal | model
+    Dragoman's   := since: DATE | DAYS "d"     by: COLUMN ("," COLUMN)*     COLUMN := day | key | principal | model
     OpenAI's     := start_time [end_time] [bucket_width: 1d] [group_by*] [models*] [user_ids*] [api_key_ids*]
                     [limit] [page]             a list repeats its name, or its name with `[]`
 

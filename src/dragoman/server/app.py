@@ -22,7 +22,7 @@ from dragoman.server.auth.admin_token import ADMIN_TOKEN_HEADER, has_token
 from dragoman.server.auth.callers import Caller, QuotaLease, SavedCaller
 from dragoman.server.background import BackgroundResponses
 from dragoman.server.base_app import RESPONSES_PATH, BaseApp, Route, RouteTable
-from dragoman.server.batches.line_jobs import JobRoom
+from dragoman.server.batches.line_jobs import JobPool
 from dragoman.server.batches.results import ResultWriter
 from dragoman.server.batches.runner import BatchRunner
 from dragoman.server.http_exchange import HttpExchange
@@ -99,9 +99,9 @@ class App(BaseApp):
         self.files = FileStore(self.database, self.blobs, settings.storage.keep.files)
         self.batches = BatchStore(self.database, self.files, settings.storage.keep.batches)
         limits = settings.limits
-        room = JobRoom(self, self.batches, self.blobs, self.telemetry.metrics, limits.batch_lines)
+        pool = JobPool(self, self.batches, self.blobs, self.telemetry.metrics, limits.batch_lines)
         writer = ResultWriter(self.batches, self.files, self.blobs)
-        self.batch_runner = BatchRunner(room, writer, limits.body_bytes)
+        self.batch_runner = BatchRunner(pool, writer, limits.body_bytes)
         self.batches.on_change = self.batch_runner.wake
         self.maintenance = Maintenance()
         if self.database.is_shared:
@@ -212,7 +212,7 @@ class App(BaseApp):
             exchange.record.model = lease.label
 
     def restore_caller(self, saved: SavedCaller) -> Caller:
-        """The caller of a stored job. Raises Unauthorized if its key is not valid any more."""
+        """The caller of a stored job. Raises Unauthorized if its key is no longer valid."""
         return self._authenticator.restore(saved)
 
     async def check_model(self, caller: Caller, name: str) -> None:

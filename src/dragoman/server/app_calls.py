@@ -21,7 +21,7 @@ OnPart = Callable[[bytes], Awaitable[None]]
 
 
 @dataclass(frozen=True)
-class Job:
+class RequestJob:
     """`id` is that of the request. A batch job waits for all requests that are not."""
 
     caller: Caller
@@ -36,7 +36,7 @@ class AppReply:
     body: bytes
 
 
-def job_scope(job: Job, path: str) -> Scope:
+def job_scope(job: RequestJob, path: str) -> Scope:
     """The ASGI scope of a job that posts JSON to a path."""
     return {
         "type": "http",

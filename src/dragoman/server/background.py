@@ -1,7 +1,7 @@
 """Runs background responses: requests whose callers do not wait.
 
 Rules
-1. A background response is stored before its caller hears of it. It runs as a job of its caller, with a slot, an entry
+1. A background response is stored before the reply to its caller. It runs as a job of its caller, with a slot, an entry
    in the ledger and a line in the logs.
 2. If the model has no room now, the response stays queued and is tried again.
 3. When the server stops, running responses have the grace time; then they fail. Queued ones stay queued: the next start
@@ -16,22 +16,22 @@ from typing import Protocol
 import msgspec
 
 from dragoman.core.errors import DECODE_ERRORS, QueueFull, StorageUnavailable, Unauthorized
-from dragoman.server.app_calls import AppReply, Job, call_app, job_scope
+from dragoman.server.app_calls import AppReply, RequestJob, call_app, job_scope
 from dragoman.server.auth.callers import Caller, SavedCaller
 from dragoman.storage.response_values import StoredResponse
 from dragoman.storage.responses import ResponseStore
 
 log = logging.getLogger("dragoman.server")
 
-MOST_WAITING = 1000
+MAX_WAITING = 1000
 """Background responses of one server that have not ended."""
 RETRY_SECONDS = 1.0
 CODES = {"rate_limit_exceeded": "rate_limit_exceeded", "insufficient_quota": "rate_limit_exceeded"}
-"""Codes of errors, and those of failed responses that stand for them; for others the status decides."""
+"""The code of a failed response, by the code of its error. For other codes the status decides."""
 
 
 class BackgroundRequest(msgspec.Struct, frozen=True):
-    """What starts a background response, as it is stored. `strict` is the header X-Dragoman-Strict."""
+    """The stored request of a background response. `strict` is the header X-Dragoman-Strict."""
 
     caller: SavedCaller
     model: str
@@ -45,10 +45,10 @@ class BackgroundStarter(Protocol):
 
 
 class CallableApp(Protocol):
-    """What the jobs need of the app, besides calling it."""
+    """What background responses need of the app, besides calling it."""
 
     def restore_caller(self, saved: SavedCaller) -> Caller:
-        """The caller of a stored request. Raises Unauthorized if its key is not valid any more."""
+        """The caller of a stored request. Raises Unauthorized if its key is no longer valid."""
 
     async def check_model(self, caller: Caller, name: str) -> None:
         """Raise an error if there is no such model, or if the caller may not use it."""
@@ -58,7 +58,7 @@ _decoder = msgspec.msgpack.Decoder(BackgroundRequest)
 
 
 class BackgroundResponses:
-    """`path` is the one of the requests."""
+    """`path` is the route to which the requests are sent."""
 
     def __init__(self, app: CallableApp, store: ResponseStore, path: str) -> None:
         self._app = app
@@ -69,14 +69,14 @@ class BackgroundResponses:
         self._stopping = asyncio.Event()
 
     async def start(self, queued: StoredResponse, request: BackgroundRequest, frames: bytes) -> None:
-        if len(self._tasks) >= MOST_WAITING:
-            raise QueueFull(f"{MOST_WAITING} background responses are waiting; try again later", retry_after=5)
+        if len(self._tasks) >= MAX_WAITING:
+            raise QueueFull(f"{MAX_WAITING} background responses are waiting; try again later", retry_after=5)
         await self._app.check_model(self._app.restore_caller(request.caller), request.model)
         await self._store.queue(queued, msgspec.msgpack.encode(request), frames)
         self._run(queued.id, request)
 
     async def resume(self) -> None:
-        """End responses of servers that died, and run those that were still queued. A regular job."""
+        """End responses of servers that died, and run those that were still queued. A periodic job."""
         for lost in await self._store.close_lost():
             log.info("response %s was queued when its server stopped; it runs now", lost.id)
             self._run(lost.id, _decoder.decode(lost.request))
@@ -134,13 +134,13 @@ class BackgroundResponses:
         except Unauthorized as error:
             await self._store.end_early(response_id, "failed", "server_error", error.message)
             return None
-        scope = job_scope(Job(caller, response_id), self._path)
+        scope = job_scope(RequestJob(caller, response_id), self._path)
         if request.strict is not None:
             scope["headers"].append((b"x-dragoman-strict", request.strict))
         last = b""
 
         async def note(part: bytes) -> None:
-            # The events are stored by the request itself. An error is the only part of its reply.
+            # The request stores its events itself. If it fails, the error is the only part of the reply.
             nonlocal last
             last = part
 

@@ -28,7 +28,7 @@ from dragoman.core.errors import (
 )
 from dragoman.core.types import Priority
 from dragoman.protocols.json_body import LARGE_BODY, has_more_elements
-from dragoman.server.app_calls import JOB, Job
+from dragoman.server.app_calls import JOB, RequestJob
 from dragoman.server.auth.callers import UNRESTRICTED, Caller
 from dragoman.server.auth.host_user import Identify, host_principal
 from dragoman.server.http.bodies import run_in_body_thread
@@ -67,7 +67,7 @@ class HttpExchange:
         extensions = scope.get("extensions", {})
         connection = extensions.get(DIRECT)
         self._direct: Response | None = None if connection is None else connection.response(scope)
-        self.job: Job | None = extensions.get(JOB)
+        self.job: RequestJob | None = extensions.get(JOB)
         """Set if the server itself sent the request, for a caller who does not wait."""
         self.peer: str | None = (scope.get("client") or (None,))[0]
         """The address of the other end of the connection; None for a Unix socket."""

@@ -62,7 +62,7 @@ class ModelLease(ABC):
     queue_us = 0
     """Time spent waiting for a slot."""
     budget_warning: str | None = None
-    """The budget of the caller that is passed, if it only warns. Set by `find`."""
+    """The exhausted budget of the caller, if it only warns. Set by `find`."""
 
     @abstractmethod
     async def find(self, request: LeaseRequest) -> LeaseInfo: ...

@@ -5,8 +5,8 @@ Rules
 2. The events of a stream are stored in groups, every `WRITE_SECONDS`, beside the stream: it never waits for them. A
    stream that ends earlier is stored as a whole.
 3. A stream whose client has gone is cancelled, and its response ends as cancelled. Its events so far can be read.
-4. If the storage is not available, a request fails that relies on it: one with `store: true`, a conversation or
-   `background`. Any other is answered, with a warning.
+4. If the storage is not available, requests that rely on it fail: those with `store: true`, a conversation or
+   `background`. All others are answered, with a warning.
 5. A background response that was cancelled or deleted stops with the next group of events.
 """
 
@@ -70,7 +70,7 @@ class ResponseRecorder:
         return self._encoding.encode_reply(request, created, reply)
 
     def encode_stream(self, request: GenerationRequest, created: int) -> "ResponseRecorder":
-        """Begin, or begin again with a fallback model."""
+        """Begin the stream, or begin it again with a fallback model."""
         self._encoder = self._encoding.encode_stream(request, created)
         self._frames.clear()
         self._stored_count = self._encoding.first_number

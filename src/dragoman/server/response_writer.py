@@ -72,7 +72,7 @@ class ResponseWriter:
         self._warnings = tuple(dict.fromkeys((*self._warnings, message)))
 
     def note_budget(self, message: str) -> None:
-        """Name a budget that is passed in X-Dragoman-Budget."""
+        """Describe an exhausted budget in X-Dragoman-Budget."""
         self.extra_headers.append((b"x-dragoman-budget", _list_header((message,))))
 
     def clear_notes(self) -> None:
@@ -96,7 +96,7 @@ class ResponseWriter:
                 length -= len(piece)
                 await self._send({"type": "http.response.body", "body": piece, "more_body": True})
             if length:
-                raise EngineFailed("a file has another size than its record")
+                raise EngineFailed("the size of a file differs from its record")
         await self._send({"type": "http.response.body", "body": b""})
 
     async def relay(self, status: int, headers: RawHeaders, body: bytes) -> None:

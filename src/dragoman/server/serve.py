@@ -89,7 +89,7 @@ def run(
     for warning in warnings:
         log.warning("%s", warning)
     configured_address = settings.storage.address
-    settings = _with_free_storage(settings)
+    settings = _with_usable_storage(settings)
     checked_reload = None
     if reload_settings is not None:
         checked_reload = _checked_reload(reload_settings, settings, configured_address)
@@ -99,9 +99,9 @@ def run(
         runner.run(_serve(app, settings.workers or default_workers(cpus())))
 
 
-def _with_free_storage(settings: Settings) -> Settings:
-    """Open the storage once, so that the server does not start with one that it cannot use. A second server with the
-    default file, as beside one that runs already, keeps its state in memory."""
+def _with_usable_storage(settings: Settings) -> Settings:
+    """Open the storage once, so that the server does not start with one that it cannot use. If another server uses the
+    default file, return settings with a storage in memory."""
     storage = settings.storage
     database = Database(storage.address)
     try:
@@ -124,7 +124,8 @@ def default_workers(cpus: int) -> int:
 def _checked_reload(reload_settings: SettingsLoader, initial: Settings, storage_address: str) -> SettingsLoader:
     """Load the settings again, and check them for the address of the running server, which does not change.
 
-    `storage_address` is the configured one. The server may use another, which is no change of the configuration.
+    `storage_address` is the configured one. If the server keeps its state in memory instead, the configuration has not
+    changed.
     """
 
     def load() -> Settings:

@@ -1,4 +1,4 @@
-"""Reports of the usage and of the budgets, for the server's routes and for `dragoman usage`."""
+"""Builds reports of usage and budgets, for the server's routes and for `dragoman usage`."""
 
 from collections.abc import Iterator
 

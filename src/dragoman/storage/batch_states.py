@@ -6,14 +6,14 @@
 
 Rules
 1. One server at a time runs a batch. When it has died, another takes the batch over, with everything that is recorded.
-2. A line that a server takes keeps its state until its result is recorded. So a line whose server dies runs again.
+2. A line keeps the state `waiting` until its result is recorded. So a line whose server dies runs again.
 3. The first recorded result of a line is final. Only the server of the batch records results, and only until the batch
    is finalized. So every line has exactly one result, however often it ran.
 4. A batch is finalized when no line is waiting, when it has expired, or when it is cancelled. Lines that wait then have
    the result `expired` or `cancelled`.
-5. A batch whose input has no line without an error fails. What has ended never changes.
-6. A request that failed for a reason that may pass is tried again, after a growing pause. If its model was not ready,
-   that may take long; if it failed while it ran, it has `MAX_FAILURES` tries.
+5. A batch fails if every line of its input has an error. A batch that has ended never changes.
+6. A request that failed for a transient reason is retried with growing pauses: up to `MAX_REFUSALS` times if its model
+   was not ready, up to `MAX_FAILURES` times if it failed while it ran.
 """
 
 from typing import Literal
@@ -47,7 +47,7 @@ class StoredBatch(BatchEntry, frozen=True, kw_only=True):
     output_seconds: int | None = None
     """How long the result files are kept; None means as long as the batch."""
     outcome: Outcome = "completed"
-    """The state in which it will end, as far as it is known."""
+    """The state in which the batch will end, as far as known."""
 
     @property
     def is_validated(self) -> bool:
@@ -126,8 +126,8 @@ def end(batch: StoredBatch, output_file: str | None, error_file: str | None, now
 
 
 def retry_pause(status: int, tries: int, wanted: float | None = None) -> float | None:
-    """Seconds until a request is tried again that was tried `tries` times and answered with this status; None if the
-    answer is final. `wanted` is the pause that the answer asks for."""
+    """Return the seconds before the next try of a request, after `tries` tries of which the last one had this status;
+    None if the answer is final. `wanted` is the pause that the answer asks for."""
     most = MAX_REFUSALS if status in NOT_READY else MAX_FAILURES if status in FAILED else 0
     if tries >= most:
         return None

@@ -2,11 +2,11 @@
 
 Rules
 1. A batch belongs to a principal. Other principals cannot see it. It is there for `storage.keep.batches` after its end.
-2. The input is a file of the server itself (`OWNER`), so the batch does not need the uploaded file.
+2. The input is a file of the server itself (`SERVER_PRINCIPAL`), so the batch does not need the uploaded file.
    The results of a batch in Anthropic's API are such a file too; those in OpenAI's belong to the caller.
 3. Everything that changes a batch is one transaction, which looks at its present state (see `batch_states`).
 4. The lines are removed when the results are in files.
-5. A batch whose server is dead (see `servers`) is claimed by the first server that looks.
+5. A batch whose server is dead (see `servers`) is taken over by the first server that polls for it.
 """
 
 import re
@@ -21,7 +21,7 @@ from dragoman.config.sections import MEMORY
 from dragoman.core.errors import BadRequest
 from dragoman.core.events import Usage
 from dragoman.core.ids import new_id
-from dragoman.protocols.batch_lines import InputLine, LineResult, LineState, ResultLine, refused
+from dragoman.protocols.batch_lines import InputLine, LineResult, LineState, ResultLine, refused_result
 from dragoman.protocols.batches import FINAL_STATES, PREFIXES, Api, InputError
 from dragoman.protocols.files import Order
 from dragoman.storage import batch_states
@@ -33,7 +33,7 @@ from dragoman.storage.servers import is_dead
 from dragoman.storage.tables import batch_lines as lines
 from dragoman.storage.tables import batches
 
-OWNER = "batches"
+SERVER_PRINCIPAL = "batches"
 """The principal of files that belong to the server itself. No caller has it."""
 ID = re.compile(f"({'|'.join(PREFIXES.values())})[0-9a-f]+")
 NO_NAME = b"\xff"
@@ -60,11 +60,11 @@ class WaitingLine(NamedTuple):
 
 
 FIRST = (b"", 0)
-"""The place before all waiting lines: a prefix and a number."""
+"""The position before all waiting lines: a prefix and a number."""
 
 
 class Batches(Protocol):
-    """What a process that answers requests needs of the batches."""
+    """The interface of the batch store that front ends have too."""
 
     async def add(self, batch: "NewBatch") -> StoredBatch: ...
 
@@ -99,14 +99,14 @@ class BatchStore:
 
     @property
     def is_used(self) -> bool:
-        """Whether there may be batches. A database in memory that was not used has none."""
+        """Whether there may be batches. An unused database in memory has none."""
         return self._database.is_open or self._database.address != MEMORY
 
     async def add(self, batch: NewBatch) -> StoredBatch:
         now, fields = time.time(), msgspec.structs.asdict(batch)
         blob, expires = fields.pop("blob"), now + fields.pop("seconds")
         batch_id = new_id(PREFIXES[batch.api])
-        source = self._files.draft(OWNER, batch_id, "batch", blob, expires + SPARE_SECONDS)
+        source = self._files.draft(SERVER_PRINCIPAL, batch_id, "batch", blob, expires + SPARE_SECONDS)
         stored = StoredBatch(
             id=batch_id,
             created=now,
@@ -136,7 +136,7 @@ class BatchStore:
     async def list(
         self, principal: str, api: Api, limit: int, after: StoredBatch | None = None, order: Order = "desc"
     ) -> BatchPage:
-        """Batches in the order of their creation, from the one behind `after`."""
+        """Batches in the order of their creation, beginning after `after`."""
         query = select(batches).where(self._is_visible(principal, api))
         if after is not None:
             place, last = tuple_(batches.c.created, batches.c.id), (after.created, after.id)
@@ -154,7 +154,7 @@ class BatchStore:
         try:
             changed = await self._change(condition, lambda batch: batch_states.cancel(batch, time.time()))
         except WrongState:
-            raise BadRequest("this batch has ended already") from None
+            raise BadRequest("this batch has already ended") from None
         self.on_change()
         return changed
 
@@ -168,7 +168,7 @@ class BatchStore:
         query = delete(batches).where(batches.c.id == batch_id)
         removed = await self._database.write(lambda connection: connection.execute(query).rowcount)
         if found.output_file is not None:
-            await self._files.delete(OWNER, found.output_file)
+            await self._files.delete(SERVER_PRINCIPAL, found.output_file)
         return bool(removed)
 
     def _is_visible(self, principal: str, api: Api) -> ColumnElement[bool]:
@@ -190,7 +190,7 @@ class BatchStore:
 
         return await self._database.write(change)
 
-    async def own(self) -> Sequence[StoredBatch]:
+    async def list_own(self) -> Sequence[StoredBatch]:
         """The batches that this server runs, oldest first."""
         is_mine = and_(_is_running, batches.c.server == self._database.server)
         query = select(batches).where(is_mine).order_by(batches.c.created, batches.c.id)
@@ -220,8 +220,8 @@ class BatchStore:
             self._is_mine(batch_id), lambda batch: batch_states.validated(batch, total, errors, bad, now)
         )
 
-    async def waiting(self, batch_id: str, place: tuple[bytes, int], limit: int) -> Sequence[WaitingLine]:
-        """Lines that wait, in the order in which they should run, from the one behind `place`."""
+    async def read_waiting(self, batch_id: str, place: tuple[bytes, int], limit: int) -> Sequence[WaitingLine]:
+        """Waiting lines in the order in which they should run, beginning after `place`."""
         columns = (lines.c.number, lines.c.begin, lines.c.length, lines.c.prefix)
         query = select(*columns).where(lines.c.batch == batch_id, lines.c.state == "waiting")
         query = query.where(tuple_(lines.c.prefix, lines.c.number) > place)
@@ -250,12 +250,13 @@ class BatchStore:
         return await self._database.write(change)
 
     async def finalize(self, batch_id: str) -> StoredBatch | None:
-        """Begin to write the results, if it is time. Returns None if this server does not run the batch any more."""
+        """Begin to write the results, if all lines have one or the batch has expired. Returns None if this server no
+        longer runs the batch."""
         now = time.time()
         return await self._change(self._is_mine(batch_id), lambda batch: batch_states.finalize(batch, now))
 
-    async def results(self, batch_id: str, after: int, limit: int) -> Sequence[ResultLine]:
-        """The results in the order of the input, from the line behind number `after`."""
+    async def read_results(self, batch_id: str, after: int, limit: int) -> Sequence[ResultLine]:
+        """The results in the order of the input, beginning after line number `after`."""
         columns = (lines.c.number, lines.c.custom_id, lines.c.result)
         query = select(*columns).where(lines.c.batch == batch_id, lines.c.number > after)
         query = query.order_by(lines.c.number).limit(limit)
@@ -284,7 +285,7 @@ class BatchStore:
             pass
 
     async def remove_expired(self) -> None:
-        """Remove batches that ended long ago, and what a crash left of others that have ended."""
+        """Remove ended batches after `storage.keep.batches`, and lines of ended batches that a crash left."""
         if not self._database.is_open:
             return
         has_lines = exists().where(lines.c.batch == batches.c.id)
@@ -352,7 +353,7 @@ def _line_row(batch_id: str, line: InputLine) -> dict[str, Any]:
         "length": line.length,
         "prefix": line.prefix,
         "state": "waiting" if is_good else "errored",
-        "result": None if is_good else msgspec.msgpack.encode(refused(line)),
+        "result": None if is_good else msgspec.msgpack.encode(refused_result(line)),
     }
 
 

@@ -1,8 +1,8 @@
-"""Writes and reads contents in pieces, for tasks of the event loop.
+"""Writes and reads blobs in pieces, from coroutines.
 
 Rules
-1. Files are used in threads of their own, so that a slow disk blocks nothing else.
-2. A cancelled task waits for the call in the thread: its file is not closed or removed under it.
+1. Files are accessed in threads of this module, so that a slow disk does not delay other work.
+2. A cancelled task waits for its call in the thread, so a file is never closed or removed while it is in use.
 3. A piece is written before the next one is accepted. The memory that an upload or a download needs does not depend on
    its size.
 """
@@ -24,7 +24,7 @@ _threads = ThreadPoolExecutor(4, "dragoman-blobs")
 
 
 class BlobSink:
-    """Takes a content in pieces of any size."""
+    """Accepts a blob in pieces of any size."""
 
     def __init__(self, writer: BlobWriter) -> None:
         self._writer = writer
@@ -46,7 +46,7 @@ class BlobSink:
 
 @asynccontextmanager
 async def write_blob(blobs: BlobStore) -> AsyncIterator[BlobSink]:
-    """Without `commit`, leaving the context removes the content."""
+    """Leaving the context without `commit` removes the blob."""
     writer = blobs.writer()
     try:
         await _run(writer.__enter__)
@@ -57,7 +57,7 @@ async def write_blob(blobs: BlobStore) -> AsyncIterator[BlobSink]:
 
 @asynccontextmanager
 async def read_blob(blobs: BlobStore, digest: str) -> AsyncIterator[AsyncIterator[bytes]]:
-    """The content in pieces. Raises StorageUnavailable before the first one if it cannot be opened."""
+    """Yield the pieces of a blob. Raises StorageUnavailable if the blob cannot be opened."""
     file = await _run(blobs.open, digest)
     try:
         async with aclosing(_pieces(file)) as pieces:
@@ -79,6 +79,6 @@ async def _run(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
     except asyncio.CancelledError:
         await asyncio.wait([call])
         if not call.cancelled():
-            # An error is of no interest any more, but must be looked at.
+            # Retrieved only so that asyncio does not log it.
             call.exception()
         raise

@@ -1,15 +1,15 @@
-"""Stores large contents as files that are named by their SHA-256 digest.
+"""Stores blobs: the contents of files, each named by its SHA-256 digest.
 
-    DIRECTORY/ab/abcdef...      a content
-    DIRECTORY/new/...           contents that are being written
+    DIRECTORY/ab/abcdef...      a blob
+    DIRECTORY/new/...           blobs that are being written
 
 Rules
-1. A content is written to a temporary file, synced, and renamed. After a crash it is there completely or not at all.
-2. Equal contents are stored once. The database knows which contents are in use.
-3. `sweep` removes what a crash left: temporary files, and contents that are not in use, once they are old enough that
-   no running upload can need them.
-4. A directory belongs to one database: another one would take its contents for unused. Servers that share a database
-   share the directory. That of a database in memory is a temporary one, which `close` removes.
+1. A blob is written to a temporary file, synced, and renamed. After a crash it exists completely or not at all.
+2. Equal contents are one blob. The database knows which blobs are in use.
+3. `sweep` removes what a crash left: temporary files, and unused blobs, once they are old enough that no running upload
+   can need them.
+4. A directory belongs to one database: a second database would treat its blobs as unused. Servers that share a database
+   share the directory. The directory of a database in memory is temporary; `close` removes it.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ class Blob(msgspec.Struct, frozen=True):
 
 
 class BlobWriter:
-    """Writes one content. Without `commit`, leaving the context removes it."""
+    """Writes one blob. Leaving the context without `commit` removes it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -55,7 +55,7 @@ class BlobWriter:
 
     def __enter__(self) -> Self:
         try:
-            # The mode is only for the last part of a path.
+            # `mode` applies only to the last directory of a path.
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._temporary.parent.mkdir(exist_ok=True, mode=0o700)
             self._file = os.fdopen(os.open(self._temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb")
@@ -131,8 +131,8 @@ class BlobStore:
             raise StorageUnavailable(message, retry_after=RETRY_SECONDS) from error
 
     def delete(self, digest: str) -> None:
-        """Remove a content that is not in use. An upload of the same content at this moment must look whether its
-        file is still there once the database knows it."""
+        """Remove an unused blob. An upload of the same content at this moment must check that its blob still exists
+        after the database knows it."""
         self.path(digest).unlink(missing_ok=True)
 
     def sweep(self, used: Container[str], now: float | None = None) -> int:
@@ -151,7 +151,7 @@ class BlobStore:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _files(self) -> Iterator[Path]:
-        """Those that are named as this class names them: the operator may have chosen a directory with other files."""
+        """Files with names of this class: the operator may have chosen a directory that has other files too."""
         for path in self.directory.glob("*/*"):
             folder, name = path.parent.name, path.name
             if TEMPORARY_NAME.fullmatch(name) if folder == NEW else DIGEST.fullmatch(name) and name.startswith(folder):
@@ -164,7 +164,7 @@ def open_blobs(settings: Storage) -> BlobStore:
 
 
 def blob_directory(settings: Storage) -> Path:
-    """Beside the database, in the home directory for Postgres, unless the settings name another one."""
+    """Return the directory of the settings; by default beside the database, for Postgres in the home directory."""
     if settings.blobs is not None:
         return Path(settings.blobs)
     if settings.address == MEMORY:

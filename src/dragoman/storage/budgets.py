@@ -4,11 +4,11 @@ Rules
 1. Periods begin at midnight UTC, weeks on Monday, months on the first day. A request belongs to the period in which it
    began.
 2. A pattern gives each principal or key that matches it a budget of its own.
-3. What was used of a budget is read from the ledger: the sums of closed entries, and what open entries reserve. So a
-   new budget counts what was used before, and no other record has to agree with the ledger.
+3. The use of a budget is read from the ledger: the sums of closed entries, and what open entries reserve. So a new
+   budget counts what was used before it existed, and no second record can disagree with the ledger.
 4. A request runs if what it reserves fits into every refusing budget of its owner, beside what is used and reserved
    already. The check and the reservation are one transaction, and such transactions run one after the other.
-5. A budget that only warns refuses nothing. It is passed when what was used reaches its limit.
+5. A budget that only warns refuses nothing. It is exhausted when what was used reaches its limit.
 """
 
 import datetime
@@ -47,17 +47,17 @@ class OwnedBudget(msgspec.Struct, frozen=True, array_like=True):
         return cls(column, value, limit.per, "cost", to_nano_units(limit.cost), limit.action)
 
     def amount(self, entry: Entry) -> int:
-        """What an entry uses or reserves of it."""
+        """What an entry uses or reserves of the budget."""
         return entry.cost if self.unit == "cost" else entry.prompt + entry.completion
 
-    def show(self, amount: int) -> str:
+    def format_amount(self, amount: int) -> str:
         return format_cost(amount) if self.unit == "cost" else str(amount)
 
     def describe(self, used: int) -> str:
         """Such as `120 of 100 tokens per day of user:anna`."""
         unit = "" if self.unit == "cost" else " tokens"
         owner = self.value if self.column == "principal" else f"key {self.value or 'none'}"
-        return f"{self.show(used)} of {self.show(self.limit)}{unit} per {self.per} of {owner}"
+        return f"{self.format_amount(used)} of {self.format_amount(self.limit)}{unit} per {self.per} of {owner}"
 
 
 class Owner(msgspec.Struct, frozen=True, array_like=True):
@@ -121,10 +121,10 @@ class Refusal(NamedTuple):
     @property
     def message(self) -> str:
         budget = self.period.budget
-        needed = budget.show(self.needed)
+        needed = budget.format_amount(self.needed)
         return (
             f"budget exhausted: {budget.describe(self.used)} used or reserved, and this request may need {needed}. "
-            f"The budget begins anew on {self.period.end_text}; until then, a smaller max_tokens needs less"
+            f"The budget resets on {self.period.end_text}; until then, a smaller max_tokens needs less"
         )
 
 

@@ -5,7 +5,7 @@
 Rules
 1. `write` returns after the commit: what it wrote survives kill -9 and a power cut.
 2. Writes that are ready together share one transaction. If one of them fails, all are rolled back and each runs alone,
-   so that a failure concerns only its own caller. A change may thus run twice, and must have no other effects.
+   so that a failure reaches only its own caller. A change may therefore run twice, and must have no side effects.
 3. One thread writes, on one connection: SQLite before 3.51.3 can damage a file that several connections write.
 4. A full disk, a locked file or a lost connection raises `StorageUnavailable`. The next call tries again.
 5. An SQLite file belongs to one server, which holds a lock on it. Several servers can share a Postgres database.
@@ -53,7 +53,7 @@ class StorageInUse(ConfigError):
 
 
 class Database:
-    """It connects with the first use, or with `open`."""
+    """Connects at the first use, or with `open`."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -78,7 +78,7 @@ class Database:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has been used. A job has nothing to do in a database in memory before that."""
+        """Whether the database has been used. Periodic jobs skip a database in memory until then."""
         return self._writer is not None
 
     def open(self) -> None:
@@ -99,7 +99,7 @@ class Database:
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, query)
 
     async def renew_heartbeat(self) -> None:
-        """Tell other servers that this one is alive."""
+        """Tell the other servers that this one is alive."""
         await self.write(lambda connection: renew_heartbeat(connection, self.server))
 
     async def write(self, change: Query[T]) -> T:
@@ -242,7 +242,7 @@ class Database:
 def _configure_sqlite(engine: Engine, *pragmas: str, begin: str = "BEGIN") -> None:
     @event.listens_for(engine, "connect")
     def connect(connection: sqlite3.Connection, record: object) -> None:
-        # Without this, Python's module begins transactions itself, too late for a write lock.
+        # Otherwise the module `sqlite3` begins transactions itself, too late for a write lock.
         connection.isolation_level = None
         for pragma in pragmas:
             connection.execute(pragma).close()
@@ -258,7 +258,7 @@ def _concerns_database(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what the database or the system said."""
+    """Return the first line of the message of the database or the system."""
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
     text = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
     return text.strip().partition("\n")[0]

@@ -2,11 +2,11 @@
 
 Rules
 1. A file belongs to a principal. Other principals cannot see it. It is there until it is deleted or expires.
-2. A content is removed together with the last file that has it. A file whose content was removed before its row was
-   there is refused: the caller uploads it again.
-3. Adding a file and removing its content exclude each other. In SQLite both run in the thread that writes; in Postgres
-   both lock the content.
-4. `remove_expired` and `sweep` are regular jobs. `sweep` removes contents that a crash left without a row.
+2. A blob is removed together with the last file that has it. If the blob of a new file was removed before its row was
+   written, the file is refused and the caller has to upload it again.
+3. Adding a file and removing its blob exclude each other. In SQLite both run in the thread that writes; in Postgres
+   both lock the digest.
+4. `remove_expired` and `sweep` are periodic jobs. `sweep` removes blobs that a crash left without a row.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class FilePage(msgspec.Struct, frozen=True):
 
 
 class Files(Protocol):
-    """What a process that answers requests needs of the files."""
+    """The interface of the file store that front ends have too."""
 
     async def add(
         self,
@@ -132,7 +132,7 @@ class FileStore:
         after: StoredFile | None = None,
         order: Order = "desc",
     ) -> FilePage:
-        """Files in the order of their creation, from the one behind `after`."""
+        """Files in the order of their creation, beginning after `after`."""
         place = tuple_(files.c.created, files.c.id)
         query = select(files).where(_is_visible(principal))
         if purpose is not None:
@@ -172,7 +172,7 @@ class FileStore:
         await asyncio.to_thread(self._blobs.sweep, used)
 
     async def _remove_contents(self, digests: Sequence[str]) -> None:
-        """Remove those of the contents that no file has any more. What fails is left to `sweep`."""
+        """Remove the blobs that no file has any more. `sweep` retries those that fail."""
         removals = (self._database.write(self._removal(digest)) for digest in set(digests))
         for result in await asyncio.gather(*removals, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, StorageUnavailable):
@@ -180,9 +180,9 @@ class FileStore:
 
     def _removal(self, digest: str) -> Callable[[Connection], None]:
         def change(connection: Connection) -> None:
-            # Not only database work, but it may run twice: a content without a file is of no use.
+            # Has an effect outside of the database, but may run twice: a blob without a file is not needed.
             if _try_lock(connection, digest) and not _is_used(connection, digest):
-                # Not an error of the database. `sweep` tries again.
+                # Not an error of the database: `sweep` tries again.
                 with suppress(OSError):
                     self._blobs.delete(digest)
 

@@ -1,9 +1,9 @@
-"""When stored keys were used last: in a JSON file beside the key store.
+"""Records when each stored key was used last, in a JSON file beside the key store.
 
 Rules
-1. A request only notes its key in memory. `write` is a regular job.
-2. Servers may share a key store. The later time of a key stays.
-3. The file is only for `dragoman keys`. Without it, or if it is damaged, keys count as never used.
+1. A request only notes its key in memory. `write` is a periodic job.
+2. Servers may share a key store. The latest time of each key is kept.
+3. Only `dragoman keys` reads the file. If it is missing or damaged, keys count as never used.
 """
 
 import logging
@@ -48,7 +48,7 @@ class KeyUses:
             self._noted = _latest(noted, self._noted)
             if not self._is_failing:
                 self._is_failing = True
-                log.warning("cannot write when keys were used: %s", error)
+                log.warning("cannot write the times of the last use of keys: %s", error)
 
 
 def uses_path(store: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The ledger: which tokens each request to a model reserves and uses, and whose they are.
+"""The ledger: which tokens each request to a model reserves and uses, and which key and principal they belong to.
 
     open      a request begins; it waits for the database only if a budget of its owner may refuse it
     close     the request has ended, with the tokens that it used
@@ -46,9 +46,9 @@ log = logging.getLogger("dragoman.ledger")
 
 WRITE_SECONDS = 0.25
 RETRY_SECONDS = 2.0
-MOST_WRITTEN = 1000
+MAX_WRITTEN = 1000
 """Entries of one group."""
-MOST_KNOWN = 10_000
+MAX_KNOWN = 10_000
 """Budgets of which the spent amount is kept in memory."""
 RECENT_SECONDS = 60.0
 
@@ -95,7 +95,7 @@ class Ledger:
         self._warning: dict[str, list[BudgetPeriod]] = {}
         """Budgets that warn, by the entries that count for them and are not closed in the database."""
         self._spent: dict[BudgetPeriod, int] = {}
-        """What was spent of budgets that warn, as far as it is known."""
+        """What was spent of budgets that warn, as far as known."""
         self._writes: set[asyncio.Future[Any]] = set()
         self._writing: asyncio.Task[None] | None = None
         self._submitted = 0
@@ -149,14 +149,14 @@ class Ledger:
         return entry
 
     def find_warning(self, owner: Owner) -> str | None:
-        """Describe the first budget of an owner that warns and is passed."""
+        """Describe the first exhausted budget of an owner that only warns."""
         budgets = self.budgets.budgets_of(owner)
         if not budgets:
             return None
         for period in periods_at(budgets, day_of(time.time())):
             budget, spent = period.budget, self._spent.get(period, 0)
             if budget.action == "warn" and spent >= budget.limit:
-                return f"{budget.describe(spent)}; begins anew on {period.end_text}"
+                return f"{budget.describe(spent)}; resets on {period.end_text}"
         return None
 
     def close(self, ended: EndedRequest) -> None:
@@ -290,7 +290,7 @@ class Ledger:
             self._put_new(WRITE_SECONDS)
             # What begins to wait meanwhile is written with the next groups: each group costs as much as 500 entries.
             due = len(self._journal)
-            while due > 0 and (group := self._journal.take(MOST_WRITTEN)) is not None:
+            while due > 0 and (group := self._journal.take(MAX_WRITTEN)) is not None:
                 due -= len(group.entries)
                 written = self._submit_group(group)
                 await asyncio.wait([written])
@@ -299,7 +299,7 @@ class Ledger:
 
     def _submit_waiting(self) -> None:
         self._writes_first = False
-        while (group := self._journal.take(MOST_WRITTEN)) is not None:
+        while (group := self._journal.take(MAX_WRITTEN)) is not None:
             self._submit_group(group)
 
     def _submit_group(self, group: EntryGroup) -> "asyncio.Future[WrittenGroup]":
@@ -348,14 +348,14 @@ class Ledger:
                     self._warning.pop(entry.id, None)
 
     def _note_spent(self, periods: Sequence[BudgetPeriod], written: WrittenGroup) -> None:
-        """Log the budgets that this group has passed. Of all groups, of all servers, only one passes a budget."""
-        if len(self._spent) > MOST_KNOWN:
+        """Log the budgets that this group has exhausted. Of all groups, of all servers, only one exhausts a budget."""
+        if len(self._spent) > MAX_KNOWN:
             self._spent.clear()
         for period, before, after in zip(periods, written.before, written.after, strict=True):
             budget = period.budget
             self._spent[period] = after
             if before < budget.limit <= after:
-                log.warning("budget passed: %s; begins anew on %s", budget.describe(after), period.end_text)
+                log.warning("budget exhausted: %s; resets on %s", budget.describe(after), period.end_text)
 
     async def _reserve(self, request_id: str, entry: Entry, periods: Sequence[BudgetPeriod]) -> None:
         # A request that is cancelled meanwhile may have a reservation all the same.

@@ -28,7 +28,7 @@ LOST = 0
 """The status of an entry whose server or front end died."""
 MAX_WAITING = 100_000
 MAX_TOKENS = 10**12
-"""The most tokens that one entry counts: upstream servers report what they like, and sums must fit into 64 bits."""
+"""The most tokens that one entry counts: upstream servers may report any number, and sums must fit into 64 bits."""
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
@@ -94,7 +94,7 @@ class Changes(NamedTuple):
 
 
 def plan_changes(group: EntryGroup, is_closed: Mapping[str, bool]) -> Changes:
-    """`is_closed` tells of those `looked_up` entries that the database has whether they are closed there."""
+    """`is_closed` says whether each `looked_up` entry that the database has is closed there."""
     looked_up = group.looked_up
     if not looked_up:
         return Changes(list(group.entries), [], sum_usage(group.entries))
@@ -141,7 +141,7 @@ class Journal:
     def __init__(self, most: int = MAX_WAITING) -> None:
         self._most = most
         self._new: list[Entry] = []
-        """Entries of requests that began and ended since the last write: most of all, so they cost the least."""
+        """Entries of requests that began and ended since the last write. Most are such, so they have a fast path."""
         self._waiting: dict[str, Entry] = {}
         """Oldest first, until they are written."""
         self._in_flight: set[str] = set()
@@ -227,7 +227,7 @@ class Journal:
             self._forget(entry.id)
 
     def drop(self, group: EntryGroup) -> None:
-        """Give up entries that the database does not accept."""
+        """Discard entries that the database does not accept."""
         for entry in group.entries:
             self.lost += entry.closed is not None
             if not group.is_new:

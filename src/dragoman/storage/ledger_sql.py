@@ -40,10 +40,10 @@ LEDGER_LOCK = 7262035182
 """The key of Postgres' lock that lets one server at a time write the ledger."""
 ROWS = 32
 """Rows of one statement: the fewer statements, the less often the thread that writes waits for the event loop."""
-MOST_IDS = 500
-MOST_LOST = 500
+MAX_IDS = 500
+MAX_LOST = 500
 """Entries of dead servers that are closed in one transaction."""
-MOST_EXPIRED = 1000
+MAX_EXPIRED = 1000
 CLOSED_COLUMNS = ("closed", "model", "status", "prompt", "cached", "completion", "reasoning", "cost")
 """What changes when an entry is closed."""
 POSTGRES = "postgresql"
@@ -96,7 +96,7 @@ def close_lost(connection: Connection, server: str, now: float) -> int:
     """Close open entries of servers that died; return their number."""
     _lock(connection)
     is_lost = (ledger.c.closed.is_(None), ledger.c.server != server, is_dead(ledger.c.server, now))
-    found = connection.execute(select(ledger).where(*is_lost).limit(MOST_LOST))
+    found = connection.execute(select(ledger).where(*is_lost).limit(MAX_LOST))
     changes = plan_lost([Entry(*row) for row in found], now)
     _close(connection, changes.closed)
     _add_usage(connection, changes.usage)
@@ -106,7 +106,7 @@ def close_lost(connection: Connection, server: str, now: float) -> int:
 def delete_expired(connection: Connection, before: float) -> int:
     """Delete the oldest closed entries that were opened before this time; return their number."""
     is_expired = (ledger.c.closed.is_not(None), ledger.c.opened < before)
-    oldest = select(ledger.c.opened).where(*is_expired).order_by(ledger.c.opened).limit(MOST_EXPIRED).subquery()
+    oldest = select(ledger.c.opened).where(*is_expired).order_by(ledger.c.opened).limit(MAX_EXPIRED).subquery()
     last = connection.execute(select(func.max(oldest.c.opened))).scalar_one()
     return (
         0 if last is None else connection.execute(delete(ledger).where(*is_expired, ledger.c.opened <= last)).rowcount
@@ -208,7 +208,7 @@ def _read_states(connection: Connection, group: EntryGroup) -> dict[str, bool]:
 
 def _chunks(ids: Iterable[str]) -> Iterator[list[str]]:
     in_order = sorted(ids)
-    return (in_order[at : at + MOST_IDS] for at in range(0, len(in_order), MOST_IDS))
+    return (in_order[at : at + MAX_IDS] for at in range(0, len(in_order), MAX_IDS))
 
 
 def _insert(connection: Connection, entries: Sequence[Entry]) -> None:

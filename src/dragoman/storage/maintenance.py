@@ -1,7 +1,7 @@
-"""Runs jobs at regular times while the server runs, such as heartbeats and the removal of what has expired.
+"""Runs jobs periodically while the server runs, such as heartbeats and the removal of expired rows.
 
 Rules
-1. Every job runs at the start of the server, and then again and again with its pause in between.
+1. Every job runs when the server starts, and then repeatedly with its pause in between.
 2. A job that fails is logged and runs again after its pause. It does not affect the other jobs.
 """
 
@@ -13,15 +13,15 @@ from dragoman.core.errors import StorageUnavailable
 
 log = logging.getLogger("dragoman.storage")
 
-Job = Callable[[], Awaitable[object]]
+PeriodicJob = Callable[[], Awaitable[object]]
 
 
 class Maintenance:
     def __init__(self) -> None:
-        self._jobs: list[tuple[Job, float]] = []
+        self._jobs: list[tuple[PeriodicJob, float]] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    def add(self, job: Job, pause: float) -> None:
+    def add(self, job: PeriodicJob, pause: float) -> None:
         """Add a job, before the start. `pause` is in seconds."""
         self._jobs.append((job, pause))
 
@@ -35,7 +35,7 @@ class Maintenance:
         self._tasks = []
 
 
-async def _repeat(job: Job, pause: float) -> None:
+async def _repeat(job: PeriodicJob, pause: float) -> None:
     while True:
         try:
             await job()
@@ -43,5 +43,5 @@ async def _repeat(job: Job, pause: float) -> None:
             # The database has logged the reason.
             pass
         except Exception:
-            log.exception("a job of the storage failed")
+            log.exception("a periodic job of the storage failed")
         await asyncio.sleep(pause)

@@ -164,7 +164,7 @@ def end_early(
     message: str,
     *conditions: ColumnElement[bool],
 ) -> bool:
-    """End a response that is recorded and runs no more. False: it has ended already, or a condition does not hold."""
+    """End a recorded response that no longer runs. False: it has already ended, or a condition does not hold."""
     query = select(responses.c.body).where(_runs(response_id), *conditions).with_for_update()
     body = connection.execute(query).scalar_one_or_none()
     if body is None:

@@ -1,4 +1,4 @@
-"""Values of stored responses, and what a process that answers requests needs of their store.
+"""The values of stored responses, and the interface of their store for the code that answers requests.
 
     queued ──> in_progress ──> completed | incomplete | failed | cancelled
 
@@ -89,7 +89,7 @@ class EventPage(msgspec.Struct, frozen=True):
 
 
 class StoredResponses(Protocol):
-    """What a process that answers requests needs of the stored responses. All methods may raise `StorageUnavailable`.
+    """The interface of the response store, in the parent and in front ends. All methods may raise `StorageUnavailable`.
 
     Methods about a response return None if it does not exist, or belongs to another principal.
     """
@@ -104,7 +104,7 @@ class StoredResponses(Protocol):
         """Store events of a response that runs. False: it was cancelled or deleted meanwhile."""
 
     async def end_early(self, response_id: str, status: EarlyEnd, code: str, message: str) -> None:
-        """End a recorded response that runs no more, as failed or cancelled."""
+        """End a recorded response that no longer runs, as failed or cancelled."""
 
     async def find(self, principal: str, response_id: str) -> StoredResponse | None: ...
 
@@ -114,7 +114,7 @@ class StoredResponses(Protocol):
         """The bodies of the items that exist, in any response."""
 
     async def read_events(self, principal: str, response_id: str, after: int) -> EventPage | None:
-        """Events after this sequence number. If there are none yet, wait a moment for some."""
+        """Events after this sequence number. If there are no events yet, wait up to a second for some."""
 
     async def conversation_items(self, principal: str, conversation_id: str) -> tuple[StoredItem, ...] | None:
         """The items of a conversation."""

@@ -3,12 +3,12 @@
 Rules
 1. Every response belongs to a principal. Other principals cannot see it. It is there until it is deleted or expires.
 2. What `keep` has stored survives kill -9.
-3. A response that has ended does not change any more. One that was cancelled or deleted while it ran stays so.
-4. A response runs on one server. If that server dies, a queued response is started by another server, or by the next
-   start; one that was in progress is failed. So is one whose end could not be stored, as soon as the database works.
+3. A response that has ended never changes. One that was cancelled or deleted while it ran stays cancelled or deleted.
+4. A response runs on one server. If that server dies, its queued responses run on another server or after the next
+   start, and those in progress fail. A response whose end could not be stored fails once the database works again.
 5. In memory, the number of responses, their total size and their age are limited. The oldest are removed first. A
    response that is larger than the size limit is not stored.
-6. `remove_expired` and `close_lost` are regular jobs.
+6. `remove_expired` and `close_lost` are periodic jobs.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ EXPIRY_SECONDS = 60.0
 """The pause between two runs of `remove_expired`."""
 WAIT_SECONDS = 1.0
 """How long `read_events` waits for events. Those of other servers are seen after this time."""
-LOST = "the server stopped before the response was complete; send the request again"
+LOST_MESSAGE = "the server stopped before the response was complete; send the request again"
 
 
 class ResponseStore:
@@ -56,7 +56,7 @@ class ResponseStore:
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         """Readers of events, by the response."""
         self._lost: set[str] = set()
-        """Recorded responses that run no more, and whose end is not stored."""
+        """Recorded responses that no longer run, and whose end is not stored."""
 
     @property
     def keep_seconds(self) -> float:
@@ -177,21 +177,21 @@ class ResponseStore:
         self._lost.update(response_ids)
 
     async def close_lost(self) -> list[LostResponse]:
-        """End responses that run no more. Take over queued ones of servers that died, which must be started."""
+        """End responses that no longer run. Take over queued ones of dead servers, and return them to be started."""
         if self._bounds is not None and not self._database.is_open:
             return []
         for response_id in list(self._lost):
-            await self.end_early(response_id, "failed", "server_error", LOST)
+            await self.end_early(response_id, "failed", "server_error", LOST_MESSAGE)
             self._lost.discard(response_id)
         server, ended = self._database.server, 0
         claimed = await self._database.write(lambda connection: response_sql.claim_queued(connection, server))
         while found := await self._database.read(response_sql.find_lost):
             for response_id in found:
                 ended += await self._database.write(
-                    partial(response_sql.end_lost, response_id=response_id, message=LOST)
+                    partial(response_sql.end_lost, response_id=response_id, message=LOST_MESSAGE)
                 )
         if ended:
-            log.warning("%d responses were in progress when their server stopped; they are failed", ended)
+            log.warning("marked %d responses as failed: their server stopped while they were in progress", ended)
         return claimed
 
     def _expires(self) -> float:

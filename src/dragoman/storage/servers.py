@@ -1,4 +1,4 @@
-"""Which servers use the database, and which of them are alive.
+"""Keeps track of the servers that use the database, and of which are alive.
 
 Rules
 1. A server has a row while it has the database open, and renews its heartbeat every `HEARTBEAT_SECONDS`.
@@ -29,7 +29,7 @@ def renew_heartbeat(connection: Connection, server: str) -> None:
     now = time.time()
     renewed = connection.execute(update(servers).where(servers.c.id == server).values(heartbeat=now))
     if not renewed.rowcount:
-        # Another server took this one for dead, as after a suspended laptop has woken up.
+        # Another server considered this one dead, for example after the machine was suspended.
         register_server(connection, server, is_alone=False)
 
 

@@ -1,4 +1,4 @@
-"""Divides the prefill rows of a plan between principals, and between the prompts of each. Pure.
+"""Divides the prefill rows of a plan between principals, and between the prompts of each. Pure functions.
 
 The rules are those of the `scheduler`.
 """

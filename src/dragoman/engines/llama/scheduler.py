@@ -32,7 +32,7 @@ Rules
     with a sequence never waits again, so followers cannot wait forever.
 11. Rows are sorted by sequence, because the decoder processes adjacent sequences together.
 
-Batch jobs use what interactive ones leave
+Batch jobs use only the time and the slots that interactive jobs leave free:
 
 12. While the prompt of an interactive job is read, batch jobs are paused: plans have no rows for them. After each
     PAUSE_SECONDS one plan has, with at most REST_ROWS prefill rows, so they always proceed. While interactive jobs only

@@ -91,7 +91,7 @@ class Authenticator:
         return found
 
     def restore(self, saved: SavedCaller) -> Caller:
-        """The caller of a job, without a quota. Raises Unauthorized if its key is not valid any more."""
+        """The caller of a job, without a quota. Raises Unauthorized if its key is no longer valid."""
         if saved.key == JWT_KEY:
             if self._jwt is None:
                 raise Unauthorized("this server does not accept tokens any more")
@@ -104,7 +104,7 @@ class Authenticator:
         self.refresh()
         caller = next((caller for caller in self.callers() if caller.key == saved.key), None)
         if caller is None:
-            raise Unauthorized("the key that sent this is not valid any more")
+            raise Unauthorized("the key that created this job is no longer valid")
         return replace(caller, quota=None)
 
     def redact(self, text: str) -> str:

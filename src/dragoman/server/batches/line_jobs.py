@@ -21,7 +21,7 @@ from dragoman.core.events import Usage
 from dragoman.protocols.batch_lines import LineResult, read_usage, request_body
 from dragoman.protocols.registry import ANTHROPIC
 from dragoman.protocols.wire_protocol import OPENAI
-from dragoman.server.app_calls import AppReply, Job, call_app, job_scope
+from dragoman.server.app_calls import AppReply, RequestJob, call_app, job_scope
 from dragoman.server.auth.callers import Caller, SavedCaller
 from dragoman.server.telemetry.metrics import Metrics
 from dragoman.storage.batch_states import FAILED_STATUS, StoredBatch, retry_pause
@@ -43,8 +43,8 @@ class JobApp(Protocol):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None: ...
 
 
-class JobRoom:
-    """The room for jobs, which all batches of a server share, and what they need."""
+class JobPool:
+    """The slots for jobs, which all batches of a server share, and what the jobs need."""
 
     def __init__(self, app: JobApp, store: BatchStore, blobs: BlobStore, metrics: Metrics, parallel: int) -> None:
         self.app = app
@@ -65,8 +65,8 @@ class JobRoom:
 class LineJobs:
     """The jobs of one batch. `on_lost` is called if a result does not count: this server no longer runs the batch."""
 
-    def __init__(self, room: JobRoom, batch: StoredBatch, on_lost: Callable[[], None]) -> None:
-        self._room = room
+    def __init__(self, pool: JobPool, batch: StoredBatch, on_lost: Callable[[], None]) -> None:
+        self._pool = pool
         self._batch = batch
         self._on_lost = on_lost
         self._caller = msgspec.json.decode(batch.caller, type=SavedCaller)
@@ -77,7 +77,7 @@ class LineJobs:
     async def run(self) -> None:
         """Run the lines that wait, until none is left or the server stops."""
         async with asyncio.TaskGroup() as group:
-            for _ in range(self._room.parallel):
+            for _ in range(self._pool.parallel):
                 group.create_task(self._work())
 
     async def _work(self) -> None:
@@ -89,40 +89,40 @@ class LineJobs:
 
     async def _read_body(self, line: WaitingLine) -> bytes | None:
         """The body of the request of a line; None if the server stops before it can be read."""
-        while not self._room.stopping.is_set():
+        while not self._pool.stopping.is_set():
             try:
                 return await asyncio.to_thread(self._read, line)
             except StorageUnavailable:
-                await self._room.pause(RETRY_SECONDS)
+                await self._pool.pause(RETRY_SECONDS)
         return None
 
     def _read(self, line: WaitingLine) -> bytes:
-        with self._room.blobs.open(self._batch.digest) as source:
+        with self._pool.blobs.open(self._batch.digest) as source:
             return request_body(self._batch.api, os.pread(source.fileno(), line.length, line.begin))
 
     async def _next_line(self) -> WaitingLine | None:
-        room = self._room
+        pool = self._pool
         async with self._reading:
-            while not self._waiting and not room.stopping.is_set():
+            while not self._waiting and not pool.stopping.is_set():
                 try:
-                    page = await room.store.waiting(self._batch.id, self._place, PAGE)
+                    page = await pool.store.read_waiting(self._batch.id, self._place, PAGE)
                 except StorageUnavailable:
-                    await room.pause(RETRY_SECONDS)
+                    await pool.pause(RETRY_SECONDS)
                     continue
                 if not page:
                     return None
                 self._waiting.extend(page)
                 self._place = page[-1].prefix, page[-1].number
-            return None if room.stopping.is_set() else self._waiting.popleft()
+            return None if pool.stopping.is_set() else self._waiting.popleft()
 
     async def _answer(self, body: bytes) -> LineResult | None:
-        """The final result of a request; None if the server stops before."""
-        room, tries = self._room, 0
+        """The final result of a request; None if the server stops first."""
+        pool, tries = self._pool, 0
         while True:
-            async with room.slots:
-                if room.stopping.is_set():
+            async with pool.slots:
+                if pool.stopping.is_set():
                     return None
-                request_id = room.app.new_request_id(self._batch.endpoint)
+                request_id = pool.app.new_request_id(self._batch.endpoint)
                 reply = await self._send(request_id, body)
             tries += 1
             headers = dict(reply.headers)
@@ -131,16 +131,16 @@ class LineJobs:
                 pause = retry_pause(reply.status, tries, _seconds(headers.get(b"retry-after", b"")))
             if pause is None:
                 return LineResult(reply.status, request_id, reply.body)
-            await room.pause(pause)
+            await pool.pause(pause)
 
     async def _send(self, request_id: str, body: bytes) -> AppReply:
-        app = self._room.app
+        app = self._pool.app
         try:
             caller = app.restore_caller(self._caller)
         except Unauthorized as error:
             encode = (OPENAI if self._batch.api == "openai" else ANTHROPIC).encode_error
             return AppReply(error.status, [], msgspec.json.encode(encode(error, request_id)))
-        scope = job_scope(Job(caller, request_id, is_batch=True), self._batch.endpoint)
+        scope = job_scope(RequestJob(caller, request_id, is_batch=True), self._batch.endpoint)
         disconnected = asyncio.Event()
         call = asyncio.create_task(call_app(app, scope, body, disconnected))
         try:
@@ -149,7 +149,7 @@ class LineJobs:
             disconnected.set()
             await asyncio.wait([call])
             if not call.cancelled():
-                # An error is of no interest any more, but must be looked at.
+                # Retrieved only so that asyncio does not log it.
                 call.exception()
             raise
         return reply if reply.body else AppReply(FAILED_STATUS, [], b"")
@@ -158,14 +158,14 @@ class LineJobs:
         usage = read_usage(result.body) if result.state == "succeeded" else Usage()
         while True:
             try:
-                is_recorded = await self._room.store.record(self._batch.id, line.number, result, usage)
+                is_recorded = await self._pool.store.record(self._batch.id, line.number, result, usage)
                 break
             except StorageUnavailable:
-                if self._room.stopping.is_set():
+                if self._pool.stopping.is_set():
                     return
-                await self._room.pause(RETRY_SECONDS)
+                await self._pool.pause(RETRY_SECONDS)
         if is_recorded:
-            self._room.metrics.batch_lines[result.state] += 1
+            self._pool.metrics.batch_lines[result.state] += 1
         else:
             self._on_lost()
 

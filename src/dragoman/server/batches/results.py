@@ -1,8 +1,8 @@
 """Writes the files with the results of a batch, and ends it.
 
 Rules
-1. The files and the end of the batch appear in the same transaction. After a crash before it, the files are written
-   again; the contents without a file are swept.
+1. One transaction adds the files and ends the batch. After a crash before it, the files are written again, and the
+   unused blobs are swept.
 2. In OpenAI's API the lines that succeeded are in the output file, all others in the error file. An empty file is left
    out. In Anthropic's API all lines are in one file, which belongs to the server.
 """
@@ -13,7 +13,7 @@ from contextlib import suppress
 from dragoman.core.errors import StorageUnavailable
 from dragoman.protocols.batch_lines import ResultLine, encode_anthropic_result, encode_openai_result
 from dragoman.storage.batch_states import StoredBatch
-from dragoman.storage.batches import OWNER, BatchStore
+from dragoman.storage.batches import SERVER_PRINCIPAL, BatchStore
 from dragoman.storage.blob_streams import BlobSink, write_blob
 from dragoman.storage.blobs import BlobStore
 from dragoman.storage.files import FileStore, StoredFile
@@ -35,7 +35,7 @@ class ResultWriter:
         counts = [0, 0]
         async with write_blob(self._blobs) as output, write_blob(self._blobs) as errors:
             sinks, after = (output, errors), 0
-            while page := await self._store.results(batch.id, after, PAGE):
+            while page := await self._store.read_results(batch.id, after, PAGE):
                 for line in page:
                     which = int(_is_error(batch, line))
                     counts[which] += 1
@@ -47,16 +47,16 @@ class ResultWriter:
             ]
             ended = await self._store.end(batch.id, *files)
         if ended is not None:
-            # What a failure leaves is removed later, by the jobs of the storage.
+            # After a failure, the periodic jobs of the storage remove what is left.
             with suppress(StorageUnavailable):
                 await self._store.remove_lines(batch.id)
-                await self._files.delete(OWNER, batch.source)
+                await self._files.delete(SERVER_PRINCIPAL, batch.source)
         return ended
 
     async def _draft(self, batch: StoredBatch, sink: BlobSink, name: str) -> StoredFile:
         blob = await sink.commit()
         keep_seconds = batch.output_seconds or self._store.keep_seconds
-        principal = batch.principal if batch.api == "openai" else OWNER
+        principal = batch.principal if batch.api == "openai" else SERVER_PRINCIPAL
         file_name, expires = f"{batch.id}_{name}.jsonl", time.time() + keep_seconds
         return self._files.draft(principal, file_name, PURPOSE, blob, expires, MEDIA_TYPE)
 

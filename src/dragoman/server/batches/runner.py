@@ -3,8 +3,8 @@
 Rules
 1. Every line is a job (see `app_calls`), so it has a slot, an entry in the ledger and metrics.
 2. At most `limits.batch_lines` jobs run or wait for a model at once, of all batches together. The batches take turns.
-   A line that waits for its next try needs none of this room.
-3. While the storage is not available a batch pauses: it runs no further lines, and goes on when it can record results.
+   A line that waits for its next try holds no slot.
+3. While the storage is not available, a batch pauses: it starts no further lines until results can be recorded.
 4. A stop lets running lines finish within the grace time. All others run after the next start, or on another server.
 """
 
@@ -17,7 +17,7 @@ from contextlib import suppress
 from dragoman.core.errors import StorageUnavailable
 from dragoman.protocols.batch_lines import InputLine, LineReader, TooManyLines
 from dragoman.protocols.batches import MAX_ERRORS, InputError
-from dragoman.server.batches.line_jobs import RETRY_SECONDS, JobRoom, LineJobs
+from dragoman.server.batches.line_jobs import RETRY_SECONDS, JobPool, LineJobs
 from dragoman.server.batches.results import ResultWriter
 from dragoman.storage.batch_states import Step, StoredBatch, next_step
 from dragoman.storage.blob_streams import read_blob
@@ -25,7 +25,7 @@ from dragoman.storage.blob_streams import read_blob
 log = logging.getLogger("dragoman.batches")
 
 POLL_SECONDS = 5.0
-ADDED = 1000
+LINES_PER_WRITE = 1000
 """Lines of an input that are written in one transaction."""
 END_SECONDS = 10.0
 """Time for cancelled jobs to end."""
@@ -34,8 +34,8 @@ END_SECONDS = 10.0
 class BatchRunner:
     """`max_line` is the size of the largest line in bytes."""
 
-    def __init__(self, room: JobRoom, writer: ResultWriter, max_line: int) -> None:
-        self.room = room
+    def __init__(self, pool: JobPool, writer: ResultWriter, max_line: int) -> None:
+        self.pool = pool
         self.writer = writer
         self.max_line = max_line
         self._woken = asyncio.Event()
@@ -51,7 +51,7 @@ class BatchRunner:
 
     async def stop(self, grace_seconds: float, forced: asyncio.Event | None = None) -> None:
         """Run no further lines. Running ones have the grace time, unless the stop is forced."""
-        self.room.stopping.set()
+        self.pool.stopping.set()
         if self._polling is not None:
             self._polling.cancel()
         tasks = [task for _, task in self._runs.values()]
@@ -69,24 +69,24 @@ class BatchRunner:
         while True:
             self._woken.clear()
             try:
-                await self._look()
+                await self._update_runs()
             except StorageUnavailable:
                 # The database has logged the reason.
                 pass
             except Exception:
-                log.exception("looking for batches failed")
+                log.exception("polling for batches failed")
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_SECONDS):
                     await self._woken.wait()
 
-    async def _look(self) -> None:
-        """Run the batches of this server and of servers that died, and notice what has changed."""
-        store = self.room.store
+    async def _update_runs(self) -> None:
+        """Start the batches of this server and of dead servers, and interrupt those whose state has changed."""
+        store = self.pool.store
         if not store.is_used:
             return
         if claimed := await store.claim():
-            log.info("batches of a server that has ended go on here: %d", claimed)
-        own = {batch.id: batch for batch in await store.own()}
+            log.info("took over batches of servers that stopped: %d", claimed)
+        own = {batch.id: batch for batch in await store.list_own()}
         for batch_id, (run, _) in self._runs.items():
             batch = own.get(batch_id)
             if batch is None or batch.state == "cancelling":
@@ -109,8 +109,8 @@ class _BatchRun:
     """Runs one batch until it has ended, or until another server runs it."""
 
     def __init__(self, runner: BatchRunner, batch_id: str) -> None:
-        self._room = runner.room
-        self._store = runner.room.store
+        self._pool = runner.pool
+        self._store = runner.pool.store
         self._writer = runner.writer
         self._max_line = runner.max_line
         self._id = batch_id
@@ -126,7 +126,7 @@ class _BatchRun:
         self._interrupted.set()
 
     async def run(self) -> None:
-        while not self._room.stopping.is_set():
+        while not self._pool.stopping.is_set():
             self._interrupted.clear()
             try:
                 batch = await self._store.find_own(self._id)
@@ -135,30 +135,30 @@ class _BatchRun:
                     return
                 await self._steps[step](batch)
             except StorageUnavailable:
-                await self._room.pause(RETRY_SECONDS)
+                await self._pool.pause(RETRY_SECONDS)
             except Exception:
-                log.exception("%s failed; it is tried again", self._id)
-                await self._room.pause(POLL_SECONDS)
+                log.exception("a step of %s failed; it will be tried again", self._id)
+                await self._pool.pause(POLL_SECONDS)
 
     async def _validate(self, batch: StoredBatch) -> None:
-        """Read the input. A crash on the way begins again."""
+        """Read the input. After a crash it is read again from the start."""
         await self._store.remove_lines(self._id)
         reader = LineReader(batch.api, batch.endpoint, self._max_line)
         errors: list[InputError] = []
         bad, total = 0, 0
 
         async def add(read: list[InputLine]) -> int:
-            for start in range(0, len(read), ADDED):
-                await self._store.add_lines(self._id, read[start : start + ADDED])
+            for start in range(0, len(read), LINES_PER_WRITE):
+                await self._store.add_lines(self._id, read[start : start + LINES_PER_WRITE])
             found = [line.error for line in read if line.error is not None]
             errors.extend(found[: MAX_ERRORS - len(errors)])
             return len(found)
 
         try:
-            async with read_blob(self._room.blobs, batch.digest) as pieces:
+            async with read_blob(self._pool.blobs, batch.digest) as pieces:
                 async for piece in pieces:
                     bad += await add(await asyncio.to_thread(reader.feed, piece))
-                    if self._room.stopping.is_set():
+                    if self._pool.stopping.is_set():
                         return
             bad += await add(reader.end())
             total = reader.count
@@ -169,10 +169,10 @@ class _BatchRun:
             errors, bad = [InputError("too_many_lines", error.message)], 0
         if await self._store.note_validated(self._id, total, tuple(errors), bad) is not None:
             log.info("%s: started; lines: %d, of which %d have errors", self._id, total, bad)
-            self._room.metrics.batch_lines["errored"] += bad
+            self._pool.metrics.batch_lines["errored"] += bad
 
     async def _run_lines(self, batch: StoredBatch) -> None:
-        jobs = asyncio.create_task(LineJobs(self._room, batch, self.interrupt).run())
+        jobs = asyncio.create_task(LineJobs(self._pool, batch, self.interrupt).run())
         interrupted = asyncio.create_task(self._interrupted.wait())
         try:
             timeout = max(0.0, batch.expires - time.time())
@@ -183,7 +183,7 @@ class _BatchRun:
             await asyncio.wait([jobs])
         if not jobs.cancelled():
             jobs.result()
-        if not self._room.stopping.is_set():
+        if not self._pool.stopping.is_set():
             await self._store.finalize(self._id)
 
     async def _write_results(self, batch: StoredBatch) -> None:
@@ -191,7 +191,7 @@ class _BatchRun:
         if ended is None:
             return
         kind = "canceled" if ended.state == "cancelled" else "expired"
-        self._room.metrics.batch_lines[kind] += ended.waiting
+        self._pool.metrics.batch_lines[kind] += ended.waiting
         log.info(
             "%s: %s after %.1f s; lines: %d succeeded, %d failed, %d not run; "
             "tokens: %d in the prompts, of which %d cached, %d in the replies",

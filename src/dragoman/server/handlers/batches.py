@@ -26,7 +26,7 @@ from dragoman.server.http.bodies import run_in_body_thread
 from dragoman.server.http.headers import check_media_type
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.storage.batch_states import StoredBatch
-from dragoman.storage.batches import OWNER, BatchPage, NewBatch
+from dragoman.storage.batches import SERVER_PRINCIPAL, BatchPage, NewBatch
 from dragoman.storage.blob_streams import read_blob, write_blob
 from dragoman.storage.blobs import Blob
 
@@ -144,7 +144,7 @@ async def _send_results(app: BaseApp, exchange: HttpExchange, batch: StoredBatch
     if not batch.has_ended:
         status = wire.processing_status(batch)
         raise NotFound(f"batch {quote(batch.id)} has no results yet; its processing_status is {status}")
-    file = None if batch.output_file is None else await app.files.find(OWNER, batch.output_file)
+    file = None if batch.output_file is None else await app.files.find(SERVER_PRINCIPAL, batch.output_file)
     if file is None:
         raise NotFound(f"the results of batch {quote(batch.id)} are not stored here any more")
     exchange.skip_body()

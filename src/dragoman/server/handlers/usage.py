@@ -1,4 +1,4 @@
-"""Handlers of usage reports: our own, which the operator reads, and OpenAI's."""
+"""Handlers for usage reports: `/admin/usage`, and OpenAI's `/v1/organization/usage/completions`."""
 
 import time
 from functools import partial

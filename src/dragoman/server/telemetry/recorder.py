@@ -1,5 +1,5 @@
-"""Records every request that has ended: in the metrics, the ledger, the event log, the traces and the log. Notes when
-keys were used.
+"""Records every request that has ended: in the metrics, the ledger, the event log, the traces and the log. It also
+notes the last use of each key.
 
 The event log is a file of JSON lines:
 
