@@ -5,7 +5,8 @@
 Rules
 1. `write` returns after the commit: what it wrote survives kill -9 and a power cut.
 2. Writes that are ready together share one transaction. If one of them fails, all are rolled back and each runs alone,
-   so that a failure concerns only its own caller. A change may thus run twice, and must have no other effects.
+   so that a failure concerns only its own caller. A change may thus run several times, and must have no other effects.
+   So it goes with a deadlock: servers that share a Postgres database lock rows in different orders.
 3. One thread writes, on one connection: SQLite before 3.51.3 can damage a file that several connections write.
 4. A full disk, a locked file or a lost connection raises `StorageUnavailable`. The next call tries again.
 5. An SQLite file belongs to one server, which holds a lock on it. Several servers can share a Postgres database.
@@ -42,7 +43,12 @@ MAX_GROUP = 256
 BUSY_MILLISECONDS = 2000
 CONNECT_SECONDS = 5
 STATEMENT_MILLISECONDS = 30_000
+KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 15_000}
+"""How soon a connection ends whose server does not answer any more. The system alone would wait for many minutes."""
 RETRY_SECONDS = 5.0
+CONFLICTS = frozenset({"40001", "40P01"})
+"""Postgres' codes for a transaction that would have succeeded without those of other servers at the same time."""
+CONFLICT_TRIES = 5
 
 T = TypeVar("T")
 Query = Callable[[Connection], T]
@@ -160,7 +166,7 @@ class Database:
         try:
             url = make_url(self.address).set(drivername="postgresql+psycopg")
             options = f"-c statement_timeout={STATEMENT_MILLISECONDS}"
-            arguments = {"connect_timeout": CONNECT_SECONDS, "options": options}
+            arguments = {"connect_timeout": CONNECT_SECONDS, "options": options, **KEEPALIVE}
             return create_engine(url, pool_size=READERS + 1, pool_pre_ping=True, connect_args=arguments)
         except (ArgumentError, ValueError) as error:
             raise ConfigError(f"expected {POSTGRES}USER:PASSWORD@HOST:PORT/NAME") from error
@@ -209,17 +215,23 @@ class Database:
             writes = [write for write in group if write is not None and write[1].set_running_or_notify_cancel()]
             if not self._commit(writes):
                 for write in writes:
-                    self._commit([write], is_last_try=True)
+                    self._commit_alone(write)
+
+    def _commit_alone(self, write: tuple[Query[Any], "Future[Any]"]) -> None:
+        for left in reversed(range(CONFLICT_TRIES)):
+            if self._commit([write], is_last_try=not left):
+                return
 
     def _commit(self, writes: list[tuple[Query[Any], "Future[Any]"]], is_last_try: bool = False) -> bool:
-        """Run the changes in one transaction. Return False, without an effect, if one of several failed."""
+        """Run the changes in one transaction. Return False, without an effect, if they should run alone."""
         try:
             self.open()
             assert self._writer is not None
             with self._writer.begin() as connection:
                 results = [change(connection) for change, _ in writes]
         except Exception as error:  # noqa: BLE001 (each caller gets it)
-            if len(writes) > 1 and not is_last_try and not _concerns_database(error):
+            is_own = len(writes) > 1 and not _concerns_database(error)
+            if not is_last_try and (is_own or _is_conflict(error)):
                 return False
             failure = self._unavailable(error) if _concerns_database(error) else error
             for _, future in writes:
@@ -255,6 +267,10 @@ def _configure_sqlite(engine: Engine, *pragmas: str, begin: str = "BEGIN") -> No
 def _concerns_database(error: Exception) -> bool:
     """Whether no change can succeed now, in contrast to an error of one change."""
     return isinstance(error, DBAPIError | OSError | ConfigError) and not isinstance(error, IntegrityError | DataError)
+
+
+def _is_conflict(error: Exception) -> bool:
+    return isinstance(error, DBAPIError) and getattr(error.orig, "sqlstate", None) in CONFLICTS
 
 
 def _reason(error: Exception) -> str:
