@@ -19,7 +19,7 @@ from dragoman.protocols.batch_lines import InputLine, LineReader, TooManyLines
 from dragoman.protocols.batches import MAX_ERRORS, InputError
 from dragoman.server.batches.line_jobs import RETRY_SECONDS, JobRoom, LineJobs
 from dragoman.server.batches.results import ResultWriter
-from dragoman.storage.batch_states import Step, StoredBatch, next_step
+from dragoman.storage.batch_states import Step, StoredBatch, WrongState, next_step
 from dragoman.storage.blob_streams import read_blob
 
 log = logging.getLogger("dragoman.batches")
@@ -136,13 +136,15 @@ class _BatchRun:
                 await self._steps[step](batch)
             except StorageUnavailable:
                 await self._room.pause(RETRY_SECONDS)
+            except WrongState:
+                log.info("%s: another server has taken it over", self._id)
             except Exception:
                 log.exception("%s failed; it is tried again", self._id)
                 await self._room.pause(POLL_SECONDS)
 
     async def _validate(self, batch: StoredBatch) -> None:
         """Read the input. A crash on the way begins again."""
-        await self._store.remove_lines(self._id)
+        await self._store.remove_lines(self._id, is_reading=True)
         reader = LineReader(batch.api, batch.endpoint, self._max_line)
         errors: list[InputError] = []
         bad, total = 0, 0
@@ -165,7 +167,7 @@ class _BatchRun:
             if not total:
                 errors.append(InputError("empty_file", "the input has no lines"))
         except TooManyLines as error:
-            await self._store.remove_lines(self._id)
+            await self._store.remove_lines(self._id, is_reading=True)
             errors, bad = [InputError("too_many_lines", error.message)], 0
         if await self._store.note_validated(self._id, total, tuple(errors), bad) is not None:
             log.info("%s: started; lines: %d, of which %d have errors", self._id, total, bad)
