@@ -2,12 +2,20 @@
 
 import asyncio
 import json
+import threading
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection
 
 from dragoman import create_app
 from dragoman.config.settings import Settings
 from dragoman.engines.scripted import ScriptedEngine
 from dragoman.server.app_calls import Job, call_app, job_scope
 from dragoman.server.auth.callers import Caller
+from dragoman.server.base_app import RESPONSES_PATH
+from dragoman.storage import response_sql
+from dragoman.storage.response_values import StoredResponse
 from tests.support.requests import CHAT, HELLO
 
 KEYED = Settings(api_keys=("sk-0123456789abcdef",), hosts=("example.org",))
@@ -48,3 +56,35 @@ def test_a_job_may_do_only_what_its_caller_may() -> None:
     status, body, _ = ask(Job(Caller("user:anna", routes=frozenset({"embeddings"})), "job-1"))
     assert status == 403
     assert "chat routes" in json.loads(body)["error"]["message"]
+
+
+def test_a_background_response_runs_if_its_client_leaves_while_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, stored = response_sql.queue, threading.Event()
+    queued: list[StoredResponse] = []
+
+    async def run() -> None:
+        loop, started = asyncio.get_running_loop(), asyncio.Event()
+
+        def queue_slowly(connection: Connection, response: StoredResponse, *arguments: Any) -> None:
+            queued.append(response)
+            loop.call_soon_threadsafe(started.set)
+            stored.wait(60)
+            queue(connection, response, *arguments)
+
+        monkeypatch.setattr(response_sql, "queue", queue_slowly)
+        app = create_app(ScriptedEngine())
+        body = json.dumps({"input": "hello", "background": True}).encode()
+        scope = job_scope(JOB, RESPONSES_PATH) | {"extensions": {}}
+        scope["headers"].append((b"host", b"localhost"))
+        async with asyncio.timeout(30):
+            call = asyncio.create_task(call_app(app, scope, body, asyncio.Event()))
+            await started.wait()
+            call.cancel()
+            await asyncio.wait([call])
+            stored.set()
+            page = None
+            while page is None or not page.has_ended:
+                page = await app.responses.read_events(queued[0].principal, queued[0].id, -1)
+        await app.stop()
+
+    asyncio.run(run())

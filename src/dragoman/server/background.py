@@ -72,6 +72,10 @@ class BackgroundResponses:
         if len(self._tasks) >= MOST_WAITING:
             raise QueueFull(f"{MOST_WAITING} background responses are waiting; try again later", retry_after=5)
         await self._app.check_model(self._app.restore_caller(request.caller), request.model)
+        # Without the shield, a response whose client leaves now would be stored, and run only after the next start.
+        await asyncio.shield(self._queue(queued, request, frames))
+
+    async def _queue(self, queued: StoredResponse, request: BackgroundRequest, frames: bytes) -> None:
         await self._store.queue(queued, msgspec.msgpack.encode(request), frames)
         self._run(queued.id, request)
 
