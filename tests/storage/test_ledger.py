@@ -290,8 +290,8 @@ async def test_write_that_failed_after_its_commit_is_not_repeated(database: Data
     ledger = open_ledger(database)
     real = database.submit
 
-    def submit(change: Callable[[Connection], T]) -> Any:
-        real(change).result()
+    def submit(change: Callable[[Connection], T], *, is_alone: bool = False) -> Any:
+        real(change, is_alone=is_alone).result()
         failed: Any = real(lambda _: None)
         failed.result()
         failed = type(failed)()

@@ -7,6 +7,7 @@ Rules
 2. Writes that are ready together share one transaction. If one of them fails, all are rolled back and each runs alone,
    so that a failure concerns only its own caller. A change may thus run several times, and must have no other effects.
    So it goes with a deadlock: servers that share a Postgres database lock rows in different orders.
+   A change with another effect runs alone, after the writes before it are committed or have failed.
 3. One thread writes, on one connection: SQLite before 3.51.3 can damage a file that several connections write.
 4. A full disk, a locked file or a lost connection raises `StorageUnavailable`. The next call tries again.
 5. An SQLite file belongs to one server, which holds a lock on it. Several servers can share a Postgres database.
@@ -21,8 +22,9 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, SQLAlchemyError
@@ -54,6 +56,16 @@ T = TypeVar("T")
 Query = Callable[[Connection], T]
 
 
+class _Write(NamedTuple):
+    change: Query[Any]
+    future: Future[Any]
+    is_alone: bool = False
+
+    def is_wanted(self) -> bool:
+        """Whether its caller still waits. From then on it cannot be cancelled."""
+        return self.future.set_running_or_notify_cancel()
+
+
 class StorageInUse(ConfigError):
     """Another server has locked the file."""
 
@@ -69,7 +81,7 @@ class Database:
         self._writer: Engine | None = None
         self._reader: Engine | None = None
         self._readers = ThreadPoolExecutor(READERS, "dragoman-storage-read")
-        self._writes: queue.SimpleQueue[tuple[Query[Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._changing = threading.Lock()
         """Held while the state of the connections and of the thread changes."""
@@ -108,11 +120,11 @@ class Database:
         """Tell other servers that this one is alive."""
         await self.write(lambda connection: renew_heartbeat(connection, self.server))
 
-    async def write(self, change: Query[T]) -> T:
+    async def write(self, change: Query[T], *, is_alone: bool = False) -> T:
         """Run the change and return its result after the commit."""
-        return await asyncio.wrap_future(self.submit(change))
+        return await asyncio.wrap_future(self.submit(change, is_alone=is_alone))
 
-    def submit(self, change: Query[T]) -> "Future[T]":
+    def submit(self, change: Query[T], *, is_alone: bool = False) -> "Future[T]":
         """Queue the change. A caller that does not wait for the future must look at its error in a callback."""
         future: Future[T] = Future()
         with self._changing:
@@ -122,7 +134,7 @@ class Database:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run_writes, name="dragoman-storage", daemon=True)
                 self._thread.start()
-            self._writes.put((change, future))
+            self._writes.put(_Write(change, future, is_alone))
         return future
 
     def close(self) -> None:
@@ -131,7 +143,7 @@ class Database:
             self._is_closed = True
             thread, self._thread = self._thread, None
         if thread is not None:
-            self._writes.put((lambda connection: remove_server(connection, self.server), Future()))
+            self._writes.put(_Write(lambda connection: remove_server(connection, self.server), Future()))
             self._writes.put(None)
             thread.join()
         self._readers.shutdown()
@@ -212,34 +224,38 @@ class Database:
             while len(group) < MAX_GROUP and not self._writes.empty():
                 group.append(self._writes.get())
             is_open = None not in group
-            writes = [write for write in group if write is not None and write[1].set_running_or_notify_cancel()]
-            if not self._commit(writes):
-                for write in writes:
-                    self._commit_alone(write)
+            writes = [write for write in group if write is not None and write.is_wanted()]
+            for is_alone, together in groupby(writes, lambda write: write.is_alone):
+                self._commit_group(list(together), is_alone)
 
-    def _commit_alone(self, write: tuple[Query[Any], "Future[Any]"]) -> None:
+    def _commit_group(self, writes: list[_Write], is_alone: bool) -> None:
+        if is_alone or not self._commit(writes):
+            for write in writes:
+                self._commit_alone(write)
+
+    def _commit_alone(self, write: _Write) -> None:
         for left in reversed(range(CONFLICT_TRIES)):
             if self._commit([write], is_last_try=not left):
                 return
 
-    def _commit(self, writes: list[tuple[Query[Any], "Future[Any]"]], is_last_try: bool = False) -> bool:
+    def _commit(self, writes: list[_Write], is_last_try: bool = False) -> bool:
         """Run the changes in one transaction. Return False, without an effect, if they should run alone."""
         try:
             self.open()
             assert self._writer is not None
             with self._writer.begin() as connection:
-                results = [change(connection) for change, _ in writes]
+                results = [write.change(connection) for write in writes]
         except Exception as error:  # noqa: BLE001 (each caller gets it)
             is_own = len(writes) > 1 and not _concerns_database(error)
             if not is_last_try and (is_own or _is_conflict(error)):
                 return False
             failure = self._unavailable(error) if _concerns_database(error) else error
-            for _, future in writes:
-                future.set_exception(failure)
+            for write in writes:
+                write.future.set_exception(failure)
             return True
         self.is_failing = False
-        for (_, future), result in zip(writes, results, strict=True):
-            future.set_result(result)
+        for write, result in zip(writes, results, strict=True):
+            write.future.set_result(result)
         return True
 
     def _unavailable(self, error: Exception) -> StorageUnavailable:

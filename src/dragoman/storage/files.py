@@ -173,14 +173,14 @@ class FileStore:
 
     async def _remove_contents(self, digests: Sequence[str]) -> None:
         """Remove those of the contents that no file has any more. What fails is left to `sweep`."""
-        removals = (self._database.write(self._removal(digest)) for digest in set(digests))
+        removals = (self._database.write(self._removal(digest), is_alone=True) for digest in set(digests))
         for result in await asyncio.gather(*removals, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, StorageUnavailable):
                 raise result
 
     def _removal(self, digest: str) -> Callable[[Connection], None]:
         def change(connection: Connection) -> None:
-            # Not only database work, but it may run twice: a content without a file is of no use.
+            # Not only database work, so it runs alone: it must not believe a deletion that is rolled back later.
             if _try_lock(connection, digest) and not _is_used(connection, digest):
                 # Not an error of the database. `sweep` tries again.
                 with suppress(OSError):
