@@ -112,7 +112,7 @@ class _BatchRun:
         self._room = runner.room
         self._store = runner.room.store
         self._writer = runner.writer
-        self._max_line = runner.max_line
+        self._runner = runner
         self._id = batch_id
         self._interrupted = asyncio.Event()
         self._steps: Mapping[Step, Callable[[StoredBatch], Awaitable[None]]] = {
@@ -145,7 +145,7 @@ class _BatchRun:
     async def _validate(self, batch: StoredBatch) -> None:
         """Read the input. A crash on the way begins again."""
         await self._store.remove_lines(self._id, is_reading=True)
-        reader = LineReader(batch.api, batch.endpoint, self._max_line)
+        reader = LineReader(batch.api, batch.endpoint, self._runner.max_line)
         errors: list[InputError] = []
         bad, total = 0, 0
 
