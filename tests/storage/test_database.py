@@ -241,6 +241,34 @@ async def test_deadlock_of_two_servers_fails_no_write(postgres: Postgres) -> Non
         database.close()
 
 
+async def test_server_that_is_suspended_within_a_transaction_does_not_stop_the_others(
+    postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, awake = postgres.new_database(), threading.Event()
+    monkeypatch.setattr("dragoman.storage.database.IDLE_MILLISECONDS", 500)
+    suspended, other = Database(address), Database(address)
+    await other.write(add_conversation("one"))
+    locked, loop = asyncio.Event(), asyncio.get_running_loop()
+    change = update(conversations).values(size=5)
+
+    def sleep(connection: Connection) -> None:
+        connection.execute(change)
+        loop.call_soon_threadsafe(locked.set)
+        awake.wait(20)
+        connection.execute(change)
+
+    sleeping = asyncio.create_task(suspended.write(sleep))
+    await locked.wait()
+    await other.write(lambda connection: connection.execute(change) and None)
+    assert not sleeping.done()
+    awake.set()
+    with pytest.raises(StorageUnavailable):
+        await sleeping
+    await suspended.write(add_conversation("two"))
+    for database in (suspended, other):
+        database.close()
+
+
 async def test_connection_to_postgres_ends_if_the_server_does_not_answer(postgres: Postgres) -> None:
     database = Database(postgres.new_database())
     driver = await database.read(lambda connection: connection.connection.driver_connection)

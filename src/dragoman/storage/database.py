@@ -45,6 +45,9 @@ MAX_GROUP = 256
 BUSY_MILLISECONDS = 2000
 CONNECT_SECONDS = 5
 STATEMENT_MILLISECONDS = 30_000
+IDLE_MILLISECONDS = 10_000
+"""How long a transaction may rest. Others wait for its locks, and a server may be suspended within one: this must be
+shorter than the time after which the others count as dead, because their heartbeats wait too."""
 KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 15_000}
 """How soon a connection ends whose server does not answer any more. The system alone would wait for many minutes."""
 RETRY_SECONDS = 5.0
@@ -177,7 +180,8 @@ class Database:
     def _postgres_engine(self) -> Engine:
         try:
             url = make_url(self.address).set(drivername="postgresql+psycopg")
-            options = f"-c statement_timeout={STATEMENT_MILLISECONDS}"
+            limits = (("statement", STATEMENT_MILLISECONDS), ("idle_in_transaction_session", IDLE_MILLISECONDS))
+            options = " ".join(f"-c {name}_timeout={most}" for name, most in limits)
             arguments = {"connect_timeout": CONNECT_SECONDS, "options": options, **KEEPALIVE}
             return create_engine(url, pool_size=READERS + 1, pool_pre_ping=True, connect_args=arguments)
         except (ArgumentError, ValueError) as error:
