@@ -275,6 +275,27 @@ def test_storage_that_another_server_uses_is_no_changed_setting(
         other.close()
 
 
+def test_reload_applies_the_size_limit_to_conversations_and_lines_of_batches(server: Running) -> None:
+    long = "x" * 3000
+    item = {"role": "user", "content": long}
+    line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"model": "first", "messages": [item]}}
+    with talking(server) as client:
+        conversation = client.post("/v1/conversations", json={}).json()["id"]
+        file = client.post("/v1/files", data={"purpose": "batch"}, files={"file": json.dumps(line).encode()}).json()[
+            "id"
+        ]
+        write(server, {"models": {"first": SCRIPTED}, "limits": {"body_bytes": 4500}})
+        assert client.post("/admin/reload").status_code == 200
+        added = [client.post(f"/v1/conversations/{conversation}/items", json={"items": [item]}) for _ in range(2)]
+        assert [reply.status_code for reply in added] == [200, 413]
+        write(server, {"models": {"first": SCRIPTED}, "limits": {"body_bytes": 3000}})
+        assert client.post("/admin/reload").status_code == 200
+        asked = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+        batch = client.post("/v1/batches", json=asked).json()["id"]
+        assert eventually(lambda: client.get(f"/v1/batches/{batch}").json()["status"] == "failed")
+        assert client.get(f"/v1/batches/{batch}").json()["errors"]["data"][0]["code"] == "line_too_long"
+
+
 async def test_fixed_settings_keep_their_initial_values() -> None:
     before = Settings(models=(ModelSpec("m", "scripted"),), models_dir=(), limits=Limits(stall_seconds=5, queue=7))
     limits = Limits(stall_seconds=9, body_seconds=1, queue=3)

@@ -9,7 +9,7 @@ from dragoman.core.errors import BadRequest, StorageUnavailable
 from dragoman.core.events import Usage
 from dragoman.protocols.batch_lines import InputLine, LineResult
 from dragoman.protocols.batches import InputError
-from dragoman.storage.batch_states import StoredBatch
+from dragoman.storage.batch_states import StoredBatch, WrongState
 from dragoman.storage.batches import FIRST, GROUP, SERVER_PRINCIPAL, BatchStore, NewBatch
 from dragoman.storage.blobs import BlobStore
 from dragoman.storage.database import Database
@@ -248,5 +248,10 @@ async def test_one_of_several_servers_takes_over_a_dead_ones_batches(postgres: P
     assert not await dead.record(made[0].id, 1, GOOD, Usage())
     assert await dead.finalize(made[0].id) is None
     assert await dead.end(made[0].id, None, None) is None
+    with pytest.raises(WrongState):
+        await dead.add_lines(made[0].id, [InputLine(9, 0, 9, "late")])
+    with pytest.raises(WrongState):
+        await dead.remove_lines(made[0].id, is_reading=True)
+    assert [line.number for line in await living[0].read_waiting(made[0].id, FIRST, 10)] == [2, 3, 1]
     for database in databases:
         database.close()

@@ -3,17 +3,20 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psycopg
 import pytest
-from sqlalchemy import Connection, insert, select, text
+from sqlalchemy import Connection, insert, select, text, update
 
 from dragoman.core.errors import ConfigError, StorageUnavailable
 from dragoman.storage.database import Database, StorageInUse
 from dragoman.storage.servers import is_dead
 from dragoman.storage.tables import conversations, metadata, migrate, servers
+from tests.support.postgres import Postgres
 
 
 def adding(name: str, started: float = 1.0) -> Callable[[Connection], str]:
@@ -202,6 +205,85 @@ async def test_lost_connection_to_postgres_is_made_again(database: Database) -> 
     await database.write(adding("two"))
     assert await database.read(names) == ["one", "two"]
     other.close()
+
+
+async def test_deadlock_of_two_servers_fails_no_write(postgres: Postgres) -> None:
+    """Both run two changes in one transaction, and lock the same rows in the other order."""
+    address, locked = postgres.new_database(), [threading.Event(), threading.Event()]
+    databases = [Database(address), Database(address)]
+    for name in "01":
+        await databases[0].write(add_conversation(name))
+    begin = threading.Event()
+    held = threading.Barrier(3)
+
+    def hold(_: Connection) -> None:
+        held.wait(60)
+        begin.wait(60)
+
+    holding = [database.submit(hold) for database in databases]
+    await asyncio.to_thread(held.wait, 60)
+
+    def lock(own: int, name: int, *, is_first: bool) -> Callable[[Connection], None]:
+        change = update(conversations).where(conversations.c.id == str(name)).values(size=conversations.c.size + 1)
+
+        def run(connection: Connection) -> None:
+            if not is_first:
+                # Set by the first run of both, so that a further run does not wait.
+                locked[1 - own].wait(60)
+            connection.execute(change)
+            locked[own].set()
+
+        return run
+
+    writes = [
+        database.submit(lock(own, (own + step) % 2, is_first=not step))
+        for own, database in enumerate(databases)
+        for step in range(2)
+    ]
+    begin.set()
+    await asyncio.gather(*map(asyncio.wrap_future, [*holding, *writes]))
+    sizes = await databases[0].read(lambda connection: connection.execute(select(conversations.c.size)).scalars().all())
+    assert sizes == [2, 2]
+    for database in databases:
+        database.close()
+
+
+async def test_server_that_is_suspended_within_a_transaction_does_not_stop_the_others(
+    postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, awake = postgres.new_database(), threading.Event()
+    monkeypatch.setattr("dragoman.storage.database.IDLE_MILLISECONDS", 500)
+    suspended, other = Database(address), Database(address)
+    await other.write(add_conversation("one"))
+    locked, loop = asyncio.Event(), asyncio.get_running_loop()
+    change = update(conversations).values(size=5)
+
+    def sleep(connection: Connection) -> None:
+        connection.execute(change)
+        loop.call_soon_threadsafe(locked.set)
+        awake.wait(20)
+        connection.execute(change)
+
+    sleeping = asyncio.create_task(suspended.write(sleep))
+    await locked.wait()
+    await other.write(lambda connection: connection.execute(change) and None)
+    assert not sleeping.done()
+    awake.set()
+    with pytest.raises(StorageUnavailable):
+        await sleeping
+    await suspended.write(add_conversation("two"))
+    for database in (suspended, other):
+        database.close()
+
+
+async def test_connection_to_postgres_ends_if_the_server_does_not_answer(postgres: Postgres) -> None:
+    database = Database(postgres.new_database())
+    driver = await database.read(lambda connection: connection.connection.driver_connection)
+    assert isinstance(driver, psycopg.Connection)
+    parameters = driver.info.get_parameters()
+    assert int(parameters["tcp_user_timeout"]) == 15_000
+    assert int(parameters["keepalives_idle"]) + 3 * int(parameters["keepalives_interval"]) <= 30
+    database.close()
 
 
 async def test_newer_schema_is_refused(address: str) -> None:

@@ -1,10 +1,13 @@
 import asyncio
+import errno
 import os
+import threading
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import Connection, event, func, select
 
 from dragoman.core.errors import StorageUnavailable
 from dragoman.storage.blobs import ORPHAN_SECONDS, BlobStore
@@ -133,6 +136,41 @@ async def test_full_database_leaves_no_content(files: FileStore, blobs: BlobStor
         await files.add("ann", "long name" * 100_000, "batch", blob)
     assert not blobs.has(blob.digest)
     assert await ids(files) == [kept.id]
+
+
+async def test_content_stays_if_the_deletion_of_its_file_is_rolled_back(tmp_path: Path, blobs: BlobStore) -> None:
+    """The deletion, and the look whether the content is still in use, are queued together; the disk is full then."""
+    database = Database(str(tmp_path / "d.db"))
+    files = FileStore(database, blobs, DAY)
+    file = await add(files, blobs)
+    begun, go, commits = asyncio.Event(), threading.Event(), count()
+
+    def hold(_: Connection) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        go.wait(60)
+
+    def fail(_: Connection) -> None:
+        # The first commit is that of `hold`.
+        if next(commits) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    loop = asyncio.get_running_loop()
+    assert database._writer is not None
+    event.listen(database._writer, "commit", fail)
+    holding = asyncio.create_task(database.write(hold))
+    await begun.wait()
+    deleting = asyncio.create_task(files.delete("ann", file.id))
+    removing = asyncio.create_task(files._remove_contents([file.digest]))
+    for _ in range(5):
+        # Until both have queued their writes.
+        await asyncio.sleep(0)
+    go.set()
+    with pytest.raises(StorageUnavailable):
+        await deleting
+    await asyncio.gather(holding, removing)
+    assert await files.find("ann", file.id) == file
+    assert blobs.has(file.digest)
+    database.close()
 
 
 async def test_list_has_pages_in_both_orders(files: FileStore, blobs: BlobStore) -> None:

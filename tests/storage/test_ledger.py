@@ -152,7 +152,7 @@ async def test_requests_that_end_during_a_write_wait_for_the_next_group(
     monkeypatch.setattr(ledger_module, "WRITE_SECONDS", 0.01)
     ledger.open("req-1", ANNA, ["echo"], 1, 1)
     ledger.close(ended("req-1", prompt_tokens=1))
-    database.submit = submit  # type: ignore[method-assign]
+    database.submit = submit  # type: ignore[method-assign, assignment]
     await is_submitted.wait()
     for _ in range(3):
         await database.write(lambda _: None)
@@ -329,8 +329,8 @@ async def test_write_that_failed_after_its_commit_is_not_repeated(database: Data
     ledger = open_ledger(database)
     real = database.submit
 
-    def submit(change: Callable[[Connection], T]) -> Any:
-        real(change).result()
+    def submit(change: Callable[[Connection], T], *, is_alone: bool = False) -> Any:
+        real(change, is_alone=is_alone).result()
         failed: Any = real(lambda _: None)
         failed.result()
         failed = type(failed)()
@@ -338,7 +338,7 @@ async def test_write_that_failed_after_its_commit_is_not_repeated(database: Data
         return failed
 
     ledger.open("req-1", ANNA, ["echo"], 10, 10)
-    database.submit = submit  # type: ignore[method-assign]
+    database.submit = submit  # type: ignore[method-assign, assignment]
     await ledger.flush()
     ledger.close(ended("req-1", prompt_tokens=3))
     if database.address != "memory":

@@ -233,6 +233,22 @@ async def test_responses_of_dead_servers_end_or_are_taken_over(kept: ResponseSto
     assert (await body_of(kept, "r1"))["status"] == "failed"
 
 
+async def test_server_that_was_taken_for_dead_cannot_change_its_responses(
+    kept: ResponseStore, database: Database
+) -> None:
+    for name in ("r1", "r2"):
+        await kept.queue(head(name, "queued", is_background=True), b"request", frames(0, "a").frames)
+    assert await record(kept, "r2", frames(1, "b"), is_first=True, is_background=True)
+    # Another server runs both now.
+    await die(database)
+    assert not await record(kept, "r1", frames(1, "b"), is_first=True, is_background=True)
+    assert not await record(kept, "r2", frames(2, "c"), is_first=False)
+    for name in ("r1", "r2"):
+        assert not await kept.keep(ended(name, is_recorded=True, events=frames(1, "b", "c")))
+    found = [await kept.find("ann", name) for name in ("r1", "r2")]
+    assert [response and response.status for response in found] == ["queued", "in_progress"]
+
+
 async def test_another_server_that_is_alive_keeps_its_responses(kept: ResponseStore, database: Database) -> None:
     await record(kept, "r1", frames(0, "a"), is_first=True)
     await die(database)

@@ -163,6 +163,7 @@ class App(BaseApp):
     def _reconfigure(self, settings: Settings) -> None:
         self.catalog.reconfigure(settings)
         self.ledger.configure(settings)
+        self.batch_runner.max_line = self.conversations.most = settings.limits.body_bytes
 
     def _enter_quota(self, exchange: HttpExchange, route: "Route[App] | None") -> None:
         quota = exchange.caller.quota

@@ -25,6 +25,8 @@ log = logging.getLogger("dragoman.server")
 
 MAX_WAITING = 1000
 """Background responses of one server that have not ended."""
+MAX_BYTES = 256 * 1024 * 1024
+"""The bodies of their requests, which are in memory. One alone may be larger."""
 RETRY_SECONDS = 1.0
 CODES = {"rate_limit_exceeded": "rate_limit_exceeded", "insufficient_quota": "rate_limit_exceeded"}
 """The code of a failed response, by the code of its error. For other codes the status decides."""
@@ -66,13 +68,26 @@ class BackgroundResponses:
         self._path = path
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
+        self._sizes: dict[str, int] = {}
+        """The sizes of the requests, also of those that are being stored."""
         self._stopping = asyncio.Event()
 
     async def start(self, queued: StoredResponse, request: BackgroundRequest, frames: bytes) -> None:
-        if len(self._tasks) >= MAX_WAITING:
-            raise QueueFull(f"{MAX_WAITING} background responses are waiting; try again later", retry_after=5)
         await self._app.check_model(self._app.restore_caller(request.caller), request.model)
-        await self._store.queue(queued, msgspec.msgpack.encode(request), frames)
+        total = sum(self._sizes.values())
+        if len(self._sizes) >= MAX_WAITING or (total and total + len(request.body) > MAX_BYTES):
+            message = f"{len(self._sizes)} background responses are waiting, {total} bytes of them; try again later"
+            raise QueueFull(message, retry_after=5)
+        self._sizes[queued.id] = len(request.body)
+        # Without the shield, a response whose client leaves now would be stored, and run only after the next start.
+        await asyncio.shield(self._queue(queued, request, frames))
+
+    async def _queue(self, queued: StoredResponse, request: BackgroundRequest, frames: bytes) -> None:
+        try:
+            await self._store.queue(queued, msgspec.msgpack.encode(request), frames)
+        except Exception:
+            del self._sizes[queued.id]
+            raise
         self._run(queued.id, request)
 
     async def resume(self) -> None:
@@ -106,11 +121,12 @@ class BackgroundResponses:
     def _run(self, response_id: str, request: BackgroundRequest) -> None:
         if response_id in self._tasks:
             return
+        self._sizes[response_id] = len(request.body)
         self._cancelled[response_id] = cancelled = asyncio.Event()
         self._tasks[response_id] = task = asyncio.create_task(self._generate(response_id, request, cancelled))
 
         def forget(_: object) -> None:
-            del self._tasks[response_id], self._cancelled[response_id]
+            del self._tasks[response_id], self._cancelled[response_id], self._sizes[response_id]
 
         task.add_done_callback(forget)
 

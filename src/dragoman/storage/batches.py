@@ -207,9 +207,20 @@ class BatchStore:
         return and_(batches.c.id == batch_id, batches.c.server == self._database.server)
 
     async def add_lines(self, batch_id: str, added: Sequence[InputLine]) -> None:
+        """Raises WrongState if this server does not read the input of the batch any more."""
         rows = [_line_row(batch_id, line) for line in added]
+
+        def change(connection: Connection) -> None:
+            self._check_reads(connection, batch_id)
+            connection.execute(insert(lines), rows)
+
         if rows:
-            await self._database.write(lambda connection: connection.execute(insert(lines), rows) and None)
+            await self._database.write(change)
+
+    def _check_reads(self, connection: Connection, batch_id: str) -> None:
+        batch = _read(connection, self._is_mine(batch_id))
+        if batch is None or batch.is_validated or batch.has_ended:
+            raise WrongState
 
     async def note_validated(
         self, batch_id: str, total: int, errors: tuple[InputError, ...], bad: int
@@ -277,11 +288,18 @@ class BatchStore:
             self._is_mine(batch_id), lambda batch: batch_states.end(batch, output_id, error_id, now), add_files
         )
 
-    async def remove_lines(self, batch_id: str) -> None:
-        """Remove the lines of a batch whose results are in files, or whose input will be read again."""
+    async def remove_lines(self, batch_id: str, *, is_reading: bool = False) -> None:
+        """Remove the lines of a batch whose results are in files, or whose input will be read again. Raises WrongState
+        if this server does not read it any more."""
         some = select(lines.c.number).where(lines.c.batch == batch_id).limit(GROUP)
         query = delete(lines).where(lines.c.batch == batch_id, lines.c.number.in_(some))
-        while await self._database.write(lambda connection: connection.execute(query).rowcount):
+
+        def change(connection: Connection) -> int:
+            if is_reading:
+                self._check_reads(connection, batch_id)
+            return connection.execute(query).rowcount
+
+        while await self._database.write(change):
             pass
 
     async def remove_expired(self) -> None:

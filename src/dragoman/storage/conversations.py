@@ -33,7 +33,7 @@ class ConversationStore:
         self._database = database
         self._keep_seconds = keep_seconds
         self._bounds = bounds
-        self._most = most
+        self.most = most
 
     async def create(self, principal: str, metadata: bytes, items: Sequence[StoredItem]) -> StoredConversation:
         created = StoredConversation(new_id(PREFIX), principal, float(int(time.time())), metadata)
@@ -62,12 +62,12 @@ class ConversationStore:
         self, principal: str, conversation_id: str, items: Sequence[StoredItem]
     ) -> tuple[StoredItem, ...] | None:
         """Add items, and return them as they are stored."""
-        arguments = principal, conversation_id, items, time.time(), self._most
+        arguments = principal, conversation_id, items, time.time(), self.most
         append = conversation_sql.append
         try:
             return await self._write(conversation_id, lambda connection: append(connection, *arguments))
         except ConversationFull:
-            message = f"the items of the conversation are larger than {self._most} bytes"
+            message = f"the items of the conversation are larger than {self.most} bytes"
             raise TooLarge(message, param="items") from None
 
     async def set_metadata(self, principal: str, conversation_id: str, metadata: bytes) -> StoredConversation | None:

@@ -5,7 +5,9 @@
 Rules
 1. `write` returns after the commit: what it wrote survives kill -9 and a power cut.
 2. Writes that are ready together share one transaction. If one of them fails, all are rolled back and each runs alone,
-   so that a failure reaches only its own caller. A change may therefore run twice, and must have no side effects.
+   so that a failure reaches only its own caller. A change may therefore run several times, and must have no side
+   effects. The same happens after a deadlock: servers that share a Postgres database lock rows in different orders.
+   A change with a side effect runs alone, after the writes before it have been committed or have failed.
 3. One thread writes, on one connection: SQLite before 3.51.3 can damage a file that several connections write.
 4. A full disk, a locked file or a lost connection raises `StorageUnavailable`. The next call tries again.
 5. An SQLite file belongs to one server, which holds a lock on it. Several servers can share a Postgres database.
@@ -20,8 +22,9 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, SQLAlchemyError
@@ -42,10 +45,28 @@ MAX_GROUP = 256
 BUSY_MILLISECONDS = 2000
 CONNECT_SECONDS = 5
 STATEMENT_MILLISECONDS = 30_000
+IDLE_MILLISECONDS = 10_000
+"""How long a transaction may rest. Others wait for its locks, and a server may be suspended within one: this must be
+shorter than the time after which the others count as dead, because their heartbeats wait too."""
+KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 15_000}
+"""How soon a connection ends whose server does not answer any more. The system alone would wait for many minutes."""
 RETRY_SECONDS = 5.0
+CONFLICTS = frozenset({"40001", "40P01"})
+"""Postgres' codes for a transaction that would have succeeded without those of other servers at the same time."""
+CONFLICT_TRIES = 5
 
 T = TypeVar("T")
 Query = Callable[[Connection], T]
+
+
+class _Write(NamedTuple):
+    change: Query[Any]
+    future: Future[Any]
+    is_alone: bool = False
+
+    def is_wanted(self) -> bool:
+        """Whether its caller still waits. From then on it cannot be cancelled."""
+        return self.future.set_running_or_notify_cancel()
 
 
 class StorageInUse(ConfigError):
@@ -63,7 +84,7 @@ class Database:
         self._writer: Engine | None = None
         self._reader: Engine | None = None
         self._readers = ThreadPoolExecutor(READERS, "dragoman-storage-read")
-        self._writes: queue.SimpleQueue[tuple[Query[Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._changing = threading.Lock()
         """Held while the state of the connections and of the thread changes."""
@@ -102,11 +123,11 @@ class Database:
         """Tell the other servers that this one is alive."""
         await self.write(lambda connection: renew_heartbeat(connection, self.server))
 
-    async def write(self, change: Query[T]) -> T:
+    async def write(self, change: Query[T], *, is_alone: bool = False) -> T:
         """Run the change and return its result after the commit."""
-        return await asyncio.wrap_future(self.submit(change))
+        return await asyncio.wrap_future(self.submit(change, is_alone=is_alone))
 
-    def submit(self, change: Query[T]) -> "Future[T]":
+    def submit(self, change: Query[T], *, is_alone: bool = False) -> "Future[T]":
         """Queue the change. A caller that does not wait for the future must look at its error in a callback."""
         future: Future[T] = Future()
         with self._changing:
@@ -116,7 +137,7 @@ class Database:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run_writes, name="dragoman-storage", daemon=True)
                 self._thread.start()
-            self._writes.put((change, future))
+            self._writes.put(_Write(change, future, is_alone))
         return future
 
     def close(self) -> None:
@@ -125,7 +146,7 @@ class Database:
             self._is_closed = True
             thread, self._thread = self._thread, None
         if thread is not None:
-            self._writes.put((lambda connection: remove_server(connection, self.server), Future()))
+            self._writes.put(_Write(lambda connection: remove_server(connection, self.server), Future()))
             self._writes.put(None)
             thread.join()
         self._readers.shutdown()
@@ -159,8 +180,9 @@ class Database:
     def _postgres_engine(self) -> Engine:
         try:
             url = make_url(self.address).set(drivername="postgresql+psycopg")
-            options = f"-c statement_timeout={STATEMENT_MILLISECONDS}"
-            arguments = {"connect_timeout": CONNECT_SECONDS, "options": options}
+            limits = (("statement", STATEMENT_MILLISECONDS), ("idle_in_transaction_session", IDLE_MILLISECONDS))
+            options = " ".join(f"-c {name}_timeout={most}" for name, most in limits)
+            arguments = {"connect_timeout": CONNECT_SECONDS, "options": options, **KEEPALIVE}
             return create_engine(url, pool_size=READERS + 1, pool_pre_ping=True, connect_args=arguments)
         except (ArgumentError, ValueError) as error:
             raise ConfigError(f"expected {POSTGRES}USER:PASSWORD@HOST:PORT/NAME") from error
@@ -206,28 +228,38 @@ class Database:
             while len(group) < MAX_GROUP and not self._writes.empty():
                 group.append(self._writes.get())
             is_open = None not in group
-            writes = [write for write in group if write is not None and write[1].set_running_or_notify_cancel()]
-            if not self._commit(writes):
-                for write in writes:
-                    self._commit([write], is_last_try=True)
+            writes = [write for write in group if write is not None and write.is_wanted()]
+            for is_alone, together in groupby(writes, lambda write: write.is_alone):
+                self._commit_group(list(together), is_alone)
 
-    def _commit(self, writes: list[tuple[Query[Any], "Future[Any]"]], is_last_try: bool = False) -> bool:
-        """Run the changes in one transaction. Return False, without an effect, if one of several failed."""
+    def _commit_group(self, writes: list[_Write], is_alone: bool) -> None:
+        if is_alone or not self._commit(writes):
+            for write in writes:
+                self._commit_alone(write)
+
+    def _commit_alone(self, write: _Write) -> None:
+        for left in reversed(range(CONFLICT_TRIES)):
+            if self._commit([write], is_last_try=not left):
+                return
+
+    def _commit(self, writes: list[_Write], is_last_try: bool = False) -> bool:
+        """Run the changes in one transaction. Return False, without an effect, if they should run alone."""
         try:
             self.open()
             assert self._writer is not None
             with self._writer.begin() as connection:
-                results = [change(connection) for change, _ in writes]
+                results = [write.change(connection) for write in writes]
         except Exception as error:  # noqa: BLE001 (each caller gets it)
-            if len(writes) > 1 and not is_last_try and not _concerns_database(error):
+            is_own = len(writes) > 1 and not _concerns_database(error)
+            if not is_last_try and (is_own or _is_conflict(error)):
                 return False
             failure = self._unavailable(error) if _concerns_database(error) else error
-            for _, future in writes:
-                future.set_exception(failure)
+            for write in writes:
+                write.future.set_exception(failure)
             return True
         self.is_failing = False
-        for (_, future), result in zip(writes, results, strict=True):
-            future.set_result(result)
+        for write, result in zip(writes, results, strict=True):
+            write.future.set_result(result)
         return True
 
     def _unavailable(self, error: Exception) -> StorageUnavailable:
@@ -255,6 +287,10 @@ def _configure_sqlite(engine: Engine, *pragmas: str, begin: str = "BEGIN") -> No
 def _concerns_database(error: Exception) -> bool:
     """Whether no change can succeed now, in contrast to an error of one change."""
     return isinstance(error, DBAPIError | OSError | ConfigError) and not isinstance(error, IntegrityError | DataError)
+
+
+def _is_conflict(error: Exception) -> bool:
+    return isinstance(error, DBAPIError) and getattr(error.orig, "sqlstate", None) in CONFLICTS
 
 
 def _reason(error: Exception) -> str:

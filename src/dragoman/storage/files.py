@@ -173,14 +173,14 @@ class FileStore:
 
     async def _remove_contents(self, digests: Sequence[str]) -> None:
         """Remove the blobs that no file has any more. `sweep` retries those that fail."""
-        removals = (self._database.write(self._removal(digest)) for digest in set(digests))
+        removals = (self._database.write(self._removal(digest), is_alone=True) for digest in set(digests))
         for result in await asyncio.gather(*removals, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, StorageUnavailable):
                 raise result
 
     def _removal(self, digest: str) -> Callable[[Connection], None]:
         def change(connection: Connection) -> None:
-            # Has an effect outside of the database, but may run twice: a blob without a file is not needed.
+            # It runs alone, because it has a side effect: it must not rely on a deletion that is rolled back later.
             if _try_lock(connection, digest) and not _is_used(connection, digest):
                 # Not an error of the database: `sweep` tries again.
                 with suppress(OSError):

@@ -67,7 +67,7 @@ def _keep_response(
         length = func.coalesce(func.sum(func.length(response_events.c.body)), 0)
         size += connection.execute(select(length).where(response_events.c.response == response.id)).scalar_one()
         values = {"status": response.status, "body": response.body, "size": size, "request": None}
-        if not connection.execute(update(responses).where(_runs(response.id)).values(values)).rowcount:
+        if not connection.execute(update(responses).where(_runs_on(server, response.id)).values(values)).rowcount:
             return False
     elif bounds is not None and size > bounds.most_bytes:
         return True
@@ -150,7 +150,7 @@ def record(connection: Connection, recording: Recording, server: str, expires: f
         values = {"status": response.status, "body": response.body}
         if not connection.execute(update(responses).where(is_queued).values(values)).rowcount:
             return False
-    elif connection.execute(select(responses.c.id).where(_runs(response.id))).one_or_none() is None:
+    elif connection.execute(select(responses.c.id).where(_runs_on(server, response.id))).one_or_none() is None:
         return False
     _insert_events(connection, response.id, recording.events)
     return True
@@ -288,6 +288,11 @@ def _evict(connection: Connection, bounds: Bounds) -> None:
 
 def _runs(response_id: str) -> ColumnElement[bool]:
     return and_(responses.c.id == response_id, responses.c.status.in_(RUNNING))
+
+
+def _runs_on(server: str, response_id: str) -> ColumnElement[bool]:
+    """A server that was taken for dead, and comes back, has no part in the response any more."""
+    return and_(_runs(response_id), responses.c.server == server)
 
 
 def _is_visible(principal: str, response_id: str) -> ColumnElement[bool]:

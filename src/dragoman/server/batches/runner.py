@@ -19,7 +19,7 @@ from dragoman.protocols.batch_lines import InputLine, LineReader, TooManyLines
 from dragoman.protocols.batches import MAX_ERRORS, InputError
 from dragoman.server.batches.line_jobs import RETRY_SECONDS, JobPool, LineJobs
 from dragoman.server.batches.results import ResultWriter
-from dragoman.storage.batch_states import Step, StoredBatch, next_step
+from dragoman.storage.batch_states import Step, StoredBatch, WrongState, next_step
 from dragoman.storage.blob_streams import read_blob
 
 log = logging.getLogger("dragoman.batches")
@@ -112,7 +112,7 @@ class _BatchRun:
         self._pool = runner.pool
         self._store = runner.pool.store
         self._writer = runner.writer
-        self._max_line = runner.max_line
+        self._runner = runner
         self._id = batch_id
         self._interrupted = asyncio.Event()
         self._steps: Mapping[Step, Callable[[StoredBatch], Awaitable[None]]] = {
@@ -136,14 +136,16 @@ class _BatchRun:
                 await self._steps[step](batch)
             except StorageUnavailable:
                 await self._pool.pause(RETRY_SECONDS)
+            except WrongState:
+                log.info("%s: another server has taken it over", self._id)
             except Exception:
                 log.exception("a step of %s failed; it will be tried again", self._id)
                 await self._pool.pause(POLL_SECONDS)
 
     async def _validate(self, batch: StoredBatch) -> None:
         """Read the input. After a crash it is read again from the start."""
-        await self._store.remove_lines(self._id)
-        reader = LineReader(batch.api, batch.endpoint, self._max_line)
+        await self._store.remove_lines(self._id, is_reading=True)
+        reader = LineReader(batch.api, batch.endpoint, self._runner.max_line)
         errors: list[InputError] = []
         bad, total = 0, 0
 
@@ -165,7 +167,7 @@ class _BatchRun:
             if not total:
                 errors.append(InputError("empty_file", "the input has no lines"))
         except TooManyLines as error:
-            await self._store.remove_lines(self._id)
+            await self._store.remove_lines(self._id, is_reading=True)
             errors, bad = [InputError("too_many_lines", error.message)], 0
         if await self._store.note_validated(self._id, total, tuple(errors), bad) is not None:
             log.info("%s: started; lines: %d, of which %d have errors", self._id, total, bad)
