@@ -6,7 +6,8 @@ Rules
 2. If the model has no room now, the response stays queued and is tried again.
 3. When the server stops, running responses have the grace time; then they fail. Queued ones stay queued: the next start
    runs them, or another server that shares the database.
-4. A response that was in progress when its server died is failed, because its caller may have seen a part of it.
+4. One caller may have at most as many as there is room for others.
+5. A response that was in progress when its server died is failed, because its caller may have seen a part of it.
 """
 
 import asyncio
@@ -66,11 +67,14 @@ class BackgroundResponses:
         self._path = path
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
+        self._principals: dict[str, str] = {}
         self._stopping = asyncio.Event()
 
     async def start(self, queued: StoredResponse, request: BackgroundRequest, frames: bytes) -> None:
-        if len(self._tasks) >= MOST_WAITING:
-            raise QueueFull(f"{MOST_WAITING} background responses are waiting; try again later", retry_after=5)
+        # A caller may use as much room as is left for others.
+        own = sum(principal == queued.principal for principal in self._principals.values())
+        if own >= MOST_WAITING - len(self._tasks):
+            raise QueueFull(f"{len(self._tasks)} background responses are waiting; try again later", retry_after=5)
         await self._app.check_model(self._app.restore_caller(request.caller), request.model)
         await self._store.queue(queued, msgspec.msgpack.encode(request), frames)
         self._run(queued.id, request)
@@ -107,10 +111,12 @@ class BackgroundResponses:
         if response_id in self._tasks:
             return
         self._cancelled[response_id] = cancelled = asyncio.Event()
+        self._principals[response_id] = request.caller.principal
         self._tasks[response_id] = task = asyncio.create_task(self._generate(response_id, request, cancelled))
 
         def forget(_: object) -> None:
-            del self._tasks[response_id], self._cancelled[response_id]
+            for running in (self._tasks, self._cancelled, self._principals):
+                del running[response_id]
 
         task.add_done_callback(forget)
 

@@ -13,10 +13,12 @@ from typing import TypeVar
 
 from sqlalchemy import Connection
 
-from dragoman.core.errors import TooLarge
+from dragoman.core.errors import NotFound, TooLarge, quote
 from dragoman.core.ids import new_id
+from dragoman.protocols.files import Order
+from dragoman.protocols.responses.items import MAX_ITEMS
 from dragoman.storage import conversation_sql
-from dragoman.storage.conversation_sql import ConversationFull, StoredConversation
+from dragoman.storage.conversation_sql import ConversationFull, ItemPage, StoredConversation, UnknownItem
 from dragoman.storage.database import Database
 from dragoman.storage.response_sql import Bounds
 from dragoman.storage.response_values import StoredItem
@@ -52,11 +54,21 @@ class ConversationStore:
         find = conversation_sql.find
         return await self._database.read(lambda connection: find(connection, principal, conversation_id))
 
-    async def items(self, principal: str, conversation_id: str) -> tuple[StoredItem, ...] | None:
+    async def page(
+        self, principal: str, conversation_id: str, limit: int, order: Order, after: str | None
+    ) -> ItemPage | None:
         if not ID.fullmatch(conversation_id):
             return None
-        find_items = conversation_sql.find_items
-        return await self._database.read(lambda connection: find_items(connection, principal, conversation_id))
+        arguments, find_page = (principal, conversation_id, limit, order, after), conversation_sql.find_page
+        try:
+            return await self._database.read(lambda connection: find_page(connection, *arguments))
+        except UnknownItem:
+            raise NotFound(f"after: there is no item {quote(after or '')}", param="after") from None
+
+    async def item(self, conversation_id: str, item_id: str) -> bytes | None:
+        """An item of a conversation that was found."""
+        find_item = conversation_sql.find_item
+        return await self._database.read(lambda connection: find_item(connection, conversation_id, item_id))
 
     async def append(
         self, principal: str, conversation_id: str, items: Sequence[StoredItem]
@@ -67,7 +79,7 @@ class ConversationStore:
         try:
             return await self._write(conversation_id, lambda connection: append(connection, *arguments))
         except ConversationFull:
-            message = f"the items of the conversation are larger than {self._most} bytes"
+            message = f"the items of the conversation are larger than {self._most} bytes or more than {MAX_ITEMS}"
             raise TooLarge(message, param="items") from None
 
     async def set_metadata(self, principal: str, conversation_id: str, metadata: bytes) -> StoredConversation | None:

@@ -40,8 +40,8 @@ ID = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 """Postgres refuses NUL characters in text."""
 EXPIRY_SECONDS = 60.0
 """The pause between two runs of `remove_expired`."""
-WAIT_SECONDS = 1.0
-"""How long `read_events` waits for events. Those of other servers are seen after this time."""
+WAIT_SECONDS, SHARED_WAIT_SECONDS = 10.0, 1.0
+"""How long `read_events` waits for events. In a shared database, those of other servers are seen after this time."""
 LOST = "the server stopped before the response was complete; send the request again"
 
 
@@ -141,7 +141,7 @@ class ResponseStore:
             page = await self._read_page(principal, response_id, after)
             if page is None or page.frames or page.has_ended:
                 return page
-            await asyncio.wait((changed,), timeout=WAIT_SECONDS)
+            await asyncio.wait((changed,), timeout=SHARED_WAIT_SECONDS if self._database.is_shared else WAIT_SECONDS)
             return await self._read_page(principal, response_id, after)
         finally:
             waiting.discard(changed)
