@@ -35,6 +35,10 @@ def item_key(item_id: str) -> bytes:
     return item_id.encode("utf-8", "surrogatepass")
 
 
+def size_of(items: Sequence[StoredItem]) -> int:
+    return sum(len(item.body) + OVERHEAD for item in items)
+
+
 def create(connection: Connection, conversation: StoredConversation, items: Sequence[StoredItem]) -> None:
     values = {**msgspec.structs.asdict(conversation), "used": conversation.created, "size": OVERHEAD}
     connection.execute(insert(conversations).values(values))
@@ -52,7 +56,7 @@ def append(
     """Add items at the end, and return them as they are stored: one whose id is taken gets another. None: there is no
     such conversation. With `most`, nothing is added if the items would have more bytes than that, or be
     more than a request may have."""
-    size = sum(len(item.body) + OVERHEAD for item in items)
+    size = size_of(items)
     # The update locks the row, so that items of two transactions do not get the same positions.
     change = update(conversations).where(_is_own(principal, conversation_id))
     changed = change.values(used=now, size=conversations.c.size + size).returning(conversations.c.size)

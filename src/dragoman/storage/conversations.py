@@ -23,6 +23,7 @@ from dragoman.storage.database import Database
 from dragoman.storage.response_sql import Bounds
 from dragoman.storage.response_values import StoredItem
 from dragoman.storage.responses import ID
+from dragoman.storage.space import SpaceLimit
 
 PREFIX = "conv_"
 T = TypeVar("T")
@@ -31,11 +32,19 @@ T = TypeVar("T")
 class ConversationStore:
     """`keep_seconds` is how long an unused conversation is kept, `most` how many bytes its items may have."""
 
-    def __init__(self, database: Database, keep_seconds: float, bounds: Bounds | None, most: int) -> None:
+    def __init__(
+        self,
+        database: Database,
+        keep_seconds: float,
+        bounds: Bounds | None,
+        most: int,
+        space: SpaceLimit | None = None,
+    ) -> None:
         self._database = database
         self._keep_seconds = keep_seconds
         self._bounds = bounds
         self._most = most
+        self._space = space
 
     async def create(self, principal: str, metadata: bytes, items: Sequence[StoredItem]) -> StoredConversation:
         created = StoredConversation(new_id(PREFIX), principal, float(int(time.time())), metadata)
@@ -45,8 +54,13 @@ class ConversationStore:
             if self._bounds is not None:
                 conversation_sql.evict(connection, *self._bounds)
 
+        await self._take_space(principal, items)
         await self._database.write(change)
         return created
+
+    async def _take_space(self, principal: str, items: Sequence[StoredItem]) -> None:
+        if self._space is not None:
+            await self._space.take(principal, conversation_sql.OVERHEAD + conversation_sql.size_of(items))
 
     async def find(self, principal: str, conversation_id: str) -> StoredConversation | None:
         if not ID.fullmatch(conversation_id):
@@ -76,6 +90,7 @@ class ConversationStore:
         """Add items, and return them as they are stored."""
         arguments = principal, conversation_id, items, time.time(), self._most
         append = conversation_sql.append
+        await self._take_space(principal, items)
         try:
             return await self._write(conversation_id, lambda connection: append(connection, *arguments))
         except ConversationFull:

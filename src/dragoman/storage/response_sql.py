@@ -62,7 +62,7 @@ def _keep_response(
     connection: Connection, ended: EndedResponse, server: str, expires: float, bounds: Bounds | None
 ) -> bool:
     response = ended.response
-    size = _size(ended)
+    size = size_of(ended)
     if ended.is_recorded:
         length = func.coalesce(func.sum(func.length(response_events.c.body)), 0)
         size += connection.execute(select(length).where(response_events.c.response == response.id)).scalar_one()
@@ -113,7 +113,7 @@ def queue(
     connection: Connection, response: StoredResponse, server: str, expires: float, request: bytes, frames: bytes
 ) -> None:
     """Insert a background response, with the first events of its stream."""
-    insert_response(connection, response, server, expires, request=request)
+    insert_response(connection, response, server, expires, OVERHEAD + len(response.body) + len(request), request)
     _insert_events(connection, response.id, RecordedEvents(0, frames))
 
 
@@ -267,7 +267,7 @@ def end_lost(connection: Connection, response_id: str, message: str) -> bool:
     return end_early(connection, response_id, "failed", "server_error", message, is_lost)
 
 
-def _size(ended: EndedResponse) -> int:
+def size_of(ended: EndedResponse) -> int:
     items = ended.input + ended.output
     events = 0 if ended.events is None else len(ended.events.frames)
     return len(ended.response.body) + events + sum(len(item.body) + OVERHEAD for item in items) + OVERHEAD

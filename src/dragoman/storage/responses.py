@@ -20,7 +20,7 @@ from functools import partial
 
 from dragoman.config.sections import MEMORY
 from dragoman.config.settings import Settings
-from dragoman.core.errors import StorageUnavailable
+from dragoman.core.errors import StorageUnavailable, TooLarge
 from dragoman.storage import conversation_sql, response_sql
 from dragoman.storage.database import Database
 from dragoman.storage.response_sql import Bounds, LostResponse
@@ -33,6 +33,7 @@ from dragoman.storage.response_values import (
     StoredItem,
     StoredResponse,
 )
+from dragoman.storage.space import SpaceLimit
 
 log = logging.getLogger("dragoman.storage")
 
@@ -46,8 +47,9 @@ LOST = "the server stopped before the response was complete; send the request ag
 
 
 class ResponseStore:
-    def __init__(self, database: Database, settings: Settings) -> None:
+    def __init__(self, database: Database, settings: Settings, space: SpaceLimit | None = None) -> None:
         self._database = database
+        self._space = space
         limits, self._keep_seconds = settings.limits, settings.storage.keep.responses
         self._bounds: Bounds | None = None
         if database.address == MEMORY:
@@ -66,13 +68,19 @@ class ResponseStore:
     def bounds(self) -> Bounds | None:
         return self._bounds
 
-    async def check(self) -> None:
+    async def check(self, principal: str) -> None:
         if self._database.is_failing:
             await self._database.renew_heartbeat()
+        await self._take_space(principal, 0)
+
+    async def _take_space(self, principal: str, size: int) -> None:
+        if self._space is not None:
+            await self._space.take(principal, size)
 
     async def keep(self, ended: EndedResponse) -> bool:
         arguments = ended, self._database.server, self._expires(), self._bounds
         try:
+            await self._take_space_for(ended)
             is_kept = await self._database.write(lambda connection: response_sql.keep(connection, *arguments))
         except StorageUnavailable:
             if ended.is_recorded:
@@ -80,6 +88,13 @@ class ResponseStore:
             raise
         self._notify(ended.response.id)
         return is_kept
+
+    async def _take_space_for(self, ended: EndedResponse) -> None:
+        try:
+            await self._take_space(ended.response.principal, response_sql.size_of(ended))
+        except TooLarge as error:
+            # Its caller gets the reply, if it does not rely on the storage.
+            raise StorageUnavailable(error.message) from error
 
     async def record(self, recording: Recording) -> bool:
         server, expires = self._database.server, self._expires()
@@ -91,6 +106,7 @@ class ResponseStore:
 
     async def queue(self, response: StoredResponse, request: bytes, frames: bytes) -> None:
         """Store a background response with the request that starts it, and the first frames of its stream."""
+        await self._take_space(response.principal, len(request))
         server, expires = self._database.server, self._expires()
         await self._database.write(
             lambda connection: response_sql.queue(connection, response, server, expires, request, frames)
