@@ -251,20 +251,24 @@ def remove_expired(connection: Connection) -> int:
 
 def claim_queued(connection: Connection, server: str) -> list[LostResponse]:
     """Take over queued responses of servers that died."""
-    is_lost = and_(responses.c.status == "queued", is_dead(responses.c.server, time.time()))
+    is_lost = and_(responses.c.status == "queued", _is_lost(server))
     query = update(responses).where(is_lost).values(server=server).returning(responses.c.id, responses.c.request)
     return [LostResponse(row.id, row.request) for row in connection.execute(query)]
 
 
-def find_lost(connection: Connection) -> Sequence[str]:
-    """Responses that were running when their servers died."""
-    is_lost = and_(responses.c.status == "in_progress", is_dead(responses.c.server, time.time()))
+def find_lost(connection: Connection, server: str) -> Sequence[str]:
+    """Responses that were running when their servers died. `server` is this one, which is alive."""
+    is_lost = and_(responses.c.status == "in_progress", _is_lost(server))
     return connection.execute(select(responses.c.id).where(is_lost).limit(GROUP)).scalars().all()
 
 
-def end_lost(connection: Connection, response_id: str, message: str) -> bool:
-    is_lost = is_dead(responses.c.server, time.time())
-    return end_early(connection, response_id, "failed", "server_error", message, is_lost)
+def end_lost(connection: Connection, server: str, response_id: str, message: str) -> bool:
+    return end_early(connection, response_id, "failed", "server_error", message, _is_lost(server))
+
+
+def _is_lost(server: str) -> ColumnElement[bool]:
+    # With an SQLite database a server has no heartbeat.
+    return and_(responses.c.server != server, is_dead(responses.c.server, time.time()))
 
 
 def size_of(ended: EndedResponse) -> int:

@@ -201,10 +201,10 @@ class ResponseStore:
             self._lost.discard(response_id)
         server, ended = self._database.server, 0
         claimed = await self._database.write(lambda connection: response_sql.claim_queued(connection, server))
-        while found := await self._database.read(response_sql.find_lost):
+        while found := await self._database.read(lambda connection: response_sql.find_lost(connection, server)):
             for response_id in found:
                 ended += await self._database.write(
-                    partial(response_sql.end_lost, response_id=response_id, message=LOST)
+                    partial(response_sql.end_lost, server=server, response_id=response_id, message=LOST)
                 )
         if ended:
             log.warning("%d responses were in progress when their server stopped; they are failed", ended)

@@ -4,7 +4,7 @@ Rules
 1. A server has a row while it has the database open, and renews its heartbeat every `HEARTBEAT_SECONDS`.
 2. A server without a row, or without a heartbeat for `DEAD_SECONDS`, is dead: others may take over its work. The clocks
    of servers that share a database must agree within a few seconds.
-3. Only one server has an SQLite database open. When it starts, all others are dead.
+3. Only one server has an SQLite database open. When it starts, all others are dead. It does not renew its heartbeat.
 """
 
 import time
