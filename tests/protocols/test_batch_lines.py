@@ -120,6 +120,13 @@ def test_number_of_lines_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         read(b"\n".join([line("a"), b"x", line("b")]))
 
 
+def test_number_of_empty_lines_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_lines, "MAX_NUMBER", 4)
+    assert len(read(b"\n\n\n" + line("a"))) == 1
+    with pytest.raises(TooManyLines):
+        read(b"\n\n\n\n" + line("a"))
+
+
 def prefix_order(bodies: Sequence[dict[str, Any]]) -> list[int]:
     lines = read(b"\n".join(line(f"n{at}", body=body) for at, body in enumerate(bodies)), largest=100_000)
     assert not any(one.error for one in lines)

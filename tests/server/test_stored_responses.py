@@ -298,5 +298,5 @@ async def test_storage_that_fails_is_found_out_before_the_model_runs(tmp_path: P
         refused(await client.post(RESPONSES, json=body), 503, code="storage_unavailable")
         refused(await client.post(RESPONSES, json=body | {"store": None}), 404, param="model")
         with pytest.raises(StorageUnavailable):
-            await app.responses.check()
+            await app.responses.check("ann")
     await asyncio.wait_for(app.stop(), 30)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import delete, func, select, update
 
-from dragoman.core.errors import BadRequest, StorageUnavailable
+from dragoman.core.errors import BadRequest, RateLimited, StorageUnavailable
 from dragoman.core.events import Usage
 from dragoman.protocols.batch_lines import InputLine, LineResult
 from dragoman.protocols.batches import InputError
@@ -255,3 +255,19 @@ async def test_one_of_several_servers_takes_over_a_dead_ones_batches(postgres: P
     assert [line.number for line in await living[0].read_waiting(made[0].id, FIRST, 10)] == [2, 3, 1]
     for database in databases:
         database.close()
+
+
+async def test_number_of_running_batches_of_a_principal_is_limited(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dragoman.storage.batches.MAX_RUNNING", 2)
+    first = await add(store)
+    await add(store)
+    with pytest.raises(RateLimited):
+        await add(store)
+    await add(store, "bob")
+    is_first, now = batches.c.id == first.id, time.time()
+    await store._database.write(
+        lambda connection: connection.execute(update(batches).where(is_first).values(ended=now)) and None
+    )
+    await add(store)

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 from sqlalchemy import update
 
-from dragoman.core.errors import TooLarge
+from dragoman.core.errors import NotFound, TooLarge
+from dragoman.protocols.files import Order
+from dragoman.storage import conversation_sql
 from dragoman.storage.conversations import ConversationStore
 from dragoman.storage.database import Database
 from dragoman.storage.response_sql import Bounds
@@ -34,13 +36,18 @@ def ids(stored: Sequence[StoredItem] | None) -> list[str]:
     return [item.id for item in stored]
 
 
+async def all_items(store: ConversationStore, principal: str, conversation_id: str) -> Sequence[StoredItem] | None:
+    page = await store.page(principal, conversation_id, 1000, "asc", None)
+    return None if page is None else page.items
+
+
 async def test_items_keep_their_order(store: ConversationStore) -> None:
     made = await store.create("ann", b"{}", items("a", "b"))
     await store.append("ann", made.id, items("c"))
     assert await store.delete_item("ann", made.id, "b")
     assert not await store.delete_item("ann", made.id, "b")
     await store.append("ann", made.id, items("d"))
-    assert ids(await store.items("ann", made.id)) == ["a", "c", "d"]
+    assert ids(await all_items(store, "ann", made.id)) == ["a", "c", "d"]
 
 
 async def test_item_whose_id_is_taken_is_renamed(store: ConversationStore) -> None:
@@ -49,22 +56,22 @@ async def test_item_whose_id_is_taken_is_renamed(store: ConversationStore) -> No
     assert added[1] == "msg_2"
     assert len({"msg_1", *added}) == 4
     assert all(name.startswith("msg_") for name in added)
-    assert ids(await store.items("ann", made.id)) == ["msg_1", *added]
+    assert ids(await all_items(store, "ann", made.id)) == ["msg_1", *added]
 
 
 async def test_conversation_is_visible_only_to_its_principal(store: ConversationStore) -> None:
     made = await store.create("ann", b'{"a":"b"}', items("a"))
     assert await store.find("ann", made.id) == made
     assert await store.find("bob", made.id) is None
-    assert await store.items("bob", made.id) is None
+    assert await all_items(store, "bob", made.id) is None
     assert await store.append("bob", made.id, items("b")) is None
     assert await store.set_metadata("bob", made.id, b"{}") is None
     assert not await store.delete_item("bob", made.id, "a")
     assert not await store.delete("bob", made.id)
     assert await store.find("ann", "conv_\0") is None
-    assert ids(await store.items("ann", made.id)) == ["a"]
+    assert ids(await all_items(store, "ann", made.id)) == ["a"]
     assert await store.delete("ann", made.id)
-    assert await store.items("ann", made.id) is None
+    assert await all_items(store, "ann", made.id) is None
 
 
 async def test_too_many_bytes_are_refused_and_change_nothing(store: ConversationStore) -> None:
@@ -72,7 +79,7 @@ async def test_too_many_bytes_are_refused_and_change_nothing(store: Conversation
     with pytest.raises(TooLarge):
         await store.append("ann", made.id, [StoredItem("b", b"x" * MOST)])
     await store.append("ann", made.id, items("c"))
-    assert ids(await store.items("ann", made.id)) == ["a", "c"]
+    assert ids(await all_items(store, "ann", made.id)) == ["a", "c"]
 
 
 async def test_unused_conversation_is_removed(store: ConversationStore, database: Database) -> None:
@@ -93,7 +100,7 @@ async def test_servers_that_share_a_database_lose_nothing(postgres: Postgres) ->
     await asyncio.gather(
         *(stores[number % 3].append("ann", made.id, items(*pair)) for number, pair in enumerate(pairs))
     )
-    found = ids(await stores[0].items("ann", made.id))
+    found = ids(await all_items(stores[0], "ann", made.id))
     assert len(found) == 120
     assert sorted(found[at : at + 2] for at in range(0, 120, 2)) == sorted(pairs)
     for database in databases:
@@ -106,3 +113,30 @@ async def test_number_in_memory_is_limited() -> None:
     made = [await store.create("ann", b"{}", ()) for _ in range(4)]
     assert [await store.find("ann", one.id) is not None for one in made] == [False, False, True, True]
     database.close()
+
+
+async def test_conversation_does_not_get_more_items_than_a_request_may_have(
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversation_sql, "MAX_ITEMS", 3)
+    made = await store.create("ann", b"{}", items("a", "b"))
+    with pytest.raises(TooLarge):
+        await store.append("ann", made.id, items("c", "d"))
+    await store.append("ann", made.id, items("c"))
+    assert ids(await all_items(store, "ann", made.id)) == ["a", "b", "c"]
+
+
+async def test_pages_of_items_in_both_orders(store: ConversationStore) -> None:
+    made = await store.create("ann", b"{}", items("a", "b", "c"))
+
+    async def page(order: Order, after: str | None) -> tuple[list[str], bool]:
+        found = await store.page("ann", made.id, 2, order, after)
+        assert found is not None
+        return ids(found.items), found.has_more
+
+    assert await page("asc", None) == (["a", "b"], True)
+    assert await page("asc", "b") == (["c"], False)
+    assert await page("desc", None) == (["c", "b"], True)
+    assert await page("desc", "b") == (["a"], False)
+    with pytest.raises(NotFound):
+        await page("asc", "x")

@@ -101,7 +101,9 @@ async def test_stored_files_have_their_content_while_equal_ones_come_and_go(file
     assert not [path for path in blobs.directory.rglob("*") if path.is_file()]
 
 
-async def test_servers_that_share_postgres_do_not_remove_contents_in_use(postgres: Postgres, tmp_path: Path) -> None:
+async def test_servers_that_share_postgres_do_notremove_unused_contents_in_use(
+    postgres: Postgres, tmp_path: Path
+) -> None:
     address = postgres.new_database()
     databases = [Database(address), Database(address)]
     blobs = BlobStore(tmp_path / "blobs")
@@ -160,7 +162,7 @@ async def test_content_stays_if_the_deletion_of_its_file_is_rolled_back(tmp_path
     holding = asyncio.create_task(database.write(hold))
     await begun.wait()
     deleting = asyncio.create_task(files.delete("ann", file.id))
-    removing = asyncio.create_task(files._remove_contents([file.digest]))
+    removing = asyncio.create_task(files.remove_unused_contents([file.digest]))
     for _ in range(5):
         # Until both have queued their writes.
         await asyncio.sleep(0)

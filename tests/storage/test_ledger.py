@@ -338,7 +338,7 @@ async def test_write_that_failed_after_its_commit_is_not_repeated(database: Data
         return failed
 
     ledger.open("req-1", ANNA, ["echo"], 10, 10)
-    database.submit = submit  # type: ignore[method-assign, assignment]
+    database.submit = submit  # type: ignore[method-assign]
     await ledger.flush()
     ledger.close(ended("req-1", prompt_tokens=3))
     if database.address != "memory":

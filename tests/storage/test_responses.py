@@ -249,6 +249,15 @@ async def test_server_that_was_taken_for_dead_cannot_change_its_responses(
     assert [response and response.status for response in found] == ["queued", "in_progress"]
 
 
+async def test_server_without_a_heartbeat_keeps_its_own_responses(kept: ResponseStore, database: Database) -> None:
+    await record(kept, "r1", frames(0, "a"), is_first=True)
+    await kept.queue(head("r2", "queued", is_background=True), b"request", frames(0, "a").frames)
+    old = update(servers).values(heartbeat=time.time() - 3600)
+    await database.write(lambda connection: connection.execute(old) and None)
+    assert await kept.close_lost() == []
+    assert (await body_of(kept, "r1"))["status"] == "in_progress"
+
+
 async def test_another_server_that_is_alive_keeps_its_responses(kept: ResponseStore, database: Database) -> None:
     await record(kept, "r1", frames(0, "a"), is_first=True)
     await die(database)

@@ -59,6 +59,13 @@ def session(random: Random) -> list[Request]:
     return made
 
 
+def upload(content: bytes, purpose: bytes) -> Request:
+    """An upload of this content by the first tenant."""
+    file = b'--cut\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n%b\r\n' % content
+    field = b'--cut\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n%b\r\n' % purpose
+    return Request("POST", FILES, field + file + b"--cut--\r\n", (_type(b"cut"), BEARER), OK | {413})
+
+
 def _type(boundary: bytes) -> tuple[str, str]:
     return ("content-type", f"multipart/form-data; boundary={boundary.decode('latin-1')}")
 

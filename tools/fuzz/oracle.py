@@ -28,6 +28,9 @@ KINDS = {
     "/v1/messages": "messages",
     "/v1/responses": "responses",
     "/v1/files": "file",
+    "/v1/batches": "batch",
+    "/v1/messages/batches": "message_batch",
+    "/v1/conversations": "conversation",
     "/v1/embeddings": "embeddings",
     "/v1/rerank": "rerank",
     "/v1/messages/count_tokens": "count",
@@ -141,6 +144,8 @@ def _check_error(request: Request, reply: Reply) -> None:
 def _check_success(request: Request, reply: Reply) -> None:
     bare = request.path.partition("?")[0]
     kind = KINDS.get(bare, "json") if request.method == "POST" else "json"
+    if request.method == "GET" and bare.startswith("/v1/responses/") and "stream=true" in request.path:
+        kind = "responses"
     media = reply.headers.get(b"content-type", b"")
     if media == EVENT_STREAM:
         if kind not in STREAMS:
@@ -156,6 +161,10 @@ def _check_success(request: Request, reply: Reply) -> None:
             raise Wrong("not a page of metrics")
         return
     if media == b"application/octet-stream" and bare.startswith("/v1/files/"):
+        return
+    if media == b"application/x-jsonl" and bare.endswith("/results"):
+        for line in reply.body.splitlines():
+            check_reply("json", line)
         return
     if media != b"application/json":
         raise Wrong(f"the content type is {media!r}")

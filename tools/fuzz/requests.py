@@ -4,6 +4,7 @@ body      recorded from a real client, or made by a grammar (bodies); left as it
 envelope  the method, path, key, content type and headers around it; at most one of them is odd
 session   a response is created, read, continued and deleted, also with another tenant's key
 forms     files are uploaded, read and deleted (forms)
+batches   batches are created, read, cancelled and deleted (batches)
 """
 
 import functools
@@ -14,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tools.fuzz import bodies, forms, values
+from tools.fuzz import batches, bodies, forms, values
 from tools.fuzz.cases import ANY, BUSY, LAST_ID, OK, HttpCase, Request, random_for
 from tools.fuzz.servers import BODY_BYTES, HEADER_BYTES, KEYS, PROFILES, Profile
 
@@ -81,6 +82,8 @@ ODD_PATHS = (
         "/favicon.ico",
     ),
     *("/v1/files", "/v1/files/x", "/v1/files/x/content", "/v1/files/%00", "/v1/files?after=%ff&limit=3", "/v1/files/"),
+    *("/v1/batches", "/v1/batches/x", "/v1/batches/%00", "/v1/batches?after=%ff", "/v1/batches/batch_0/cancel"),
+    *("/v1/messages/batches", "/v1/messages/batches/x/results", "/v1/messages/batches?before_id=%00"),
     *("/admin/usage?since=x", "/admin/usage?by=x", "/v1/organization/usage/completions?start_time=-1&page=x"),
     *("/v1/responses/%2e%2e/input_items?limit=1000", "/v1/responses/x?stream=true", "/v1/models?limit=-1", "/v1", "//"),
     *(
@@ -120,7 +123,9 @@ def case(engine: str, seed: str, number: int) -> HttpCase:
     if kind < 0.88:
         return HttpCase(tuple(forms.session(random)))
     if kind < 0.92:
-        return HttpCase(tuple(random.choice((_session, _session, _conversation, _background))(random, profile)))
+        return HttpCase(
+            tuple(random.choice((_session, _session, _conversation, _background, batches.session))(random, profile))
+        )
     if kind < 0.97:
         return HttpCase((_get(random),))
     return HttpCase((_operator(random, profile) if kind > 0.999 else _odd_method(random),))
@@ -345,9 +350,14 @@ def _background(random: Random, profile: Profile) -> list[Request]:
     model = "poet" if profile.name == "scripted" else "smollm2"
     body = {"input": bodies.words(random), "max_output_tokens": 16, "model": model, "background": True}
     by_id = "/v1/responses/" + LAST_ID.decode()
+    other = _replaced((BEARER,), authorization=f"Bearer {KEYS[1]}")
     following = (
         Request("GET", by_id, b"", (BEARER,)),
         Request("POST", f"{by_id}/cancel", b"", (BEARER,)),
         Request("DELETE", by_id, b"", (BEARER,)),
+        Request("GET", f"{by_id}?stream=true", b"", (BEARER,)),
+        Request("GET", f"{by_id}?stream=true&starting_after=-1", b"", (BEARER,), frozenset({400})),
+        Request("GET", f"{by_id}?stream=true", b"", other, frozenset({404})),
+        Request("POST", f"{by_id}/cancel", b"", other, frozenset({404})),
     )
     return [Request("POST", "/v1/responses", values.encoded(body), (JSON, BEARER)), random.choice(following)]

@@ -328,7 +328,10 @@ class HttpRun:
             self._note(number, problem, replies[-1] if replies else None)
 
 
+OBJECT_IDS = (b'{"id":"file-', b'{"id":"conv_', b'{"id":"batch_', b'{"id":"msgbatch_')
+
+
 def _id_of(reply: Reply) -> bytes | None:
-    """The id of a stored response, file or conversation."""
-    at = 1 if reply.body.startswith((b'{"id":"file-', b'{"id":"conv_')) else reply.body.find(b'"id":"resp_')
+    """The id of a stored response, file, conversation or batch."""
+    at = 1 if reply.body.startswith(OBJECT_IDS) else reply.body.find(b'"id":"resp_')
     return reply.body[at + 6 : reply.body.find(b'"', at + 6)] if at >= 0 else None

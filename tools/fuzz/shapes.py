@@ -9,8 +9,10 @@ import msgspec
 import pydantic
 from anthropic.types import Message
 from anthropic.types.beta import BetaFileMetadata
-from openai.types import Completion, CreateEmbeddingResponse, FileObject
+from anthropic.types.messages import MessageBatch
+from openai.types import Batch, Completion, CreateEmbeddingResponse, FileObject
 from openai.types.chat import ChatCompletion
+from openai.types.conversations import Conversation
 from openai.types.responses import Response
 
 MOST_MESSAGE = 2000
@@ -136,10 +138,14 @@ def sdk_types() -> dict[str, pydantic.TypeAdapter[Any]]:
         "embeddings": CreateEmbeddingResponse,
         "file": FileObject,
         "anthropic_file": BetaFileMetadata,
+        "batch": Batch,
+        "message_batch": MessageBatch,
+        "conversation": Conversation,
     }
     return {name: pydantic.TypeAdapter(kind) for name, kind in types.items()}
 
 
+GENERATIONS = frozenset({"chat", "completions", "messages", "responses"})
 NOT_CHECKED = frozenset({"tools", "tool_choice", "text", "reasoning", "token_logprobs", "top_logprobs"})
 """Fields that repeat the request, which may be a mutated one; and the log probabilities of a completion: the first
 token of a prompt has none, and OpenAI too sends null where its SDK's type wants a value."""
@@ -167,7 +173,7 @@ def check_reply(kind: str, body: bytes) -> None:
         adapter = sdk_types().get(kind)
         if adapter is not None:
             reply = adapter.validate_json(body)
-            if kind not in ("file", "anthropic_file"):
+            if kind in GENERATIONS:
                 _check_generation(kind, reply)
         elif kind == "json" and not isinstance(msgspec.json.decode(body), dict):
             raise Wrong("the body is not an object")

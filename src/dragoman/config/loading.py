@@ -9,7 +9,8 @@
     default, models_dir, models_yaml, require_model, errors, reasoning_fields, memory, keep_alive, turn_seconds, layout,
     host, port, socket, api_keys, strict, event_log, hosts, proxies, limits, workers, grace_seconds, drain_seconds,
     protocols,
-    storage  := ADDRESS | {address: ADDRESS, blobs: DIRECTORY, file_bytes: SIZE, keep: {responses: TIME, ...}}
+    storage  := ADDRESS | {address: ADDRESS, blobs: DIRECTORY, file_bytes: SIZE, principal_bytes: SIZE,
+                             keep: {responses: TIME, ...}}
     prices   := {name or pattern of a model: {input, cached_input, output}}
     keys, budgets, telemetry, cors, tls    see `sections`
 
@@ -200,8 +201,9 @@ def _read_storage(file: ConfigFile, value: Any) -> dict[str, Any]:
     section = {"address": value} if isinstance(value, str) else file.get_mapping({"storage": value}, "storage")
     keep = file.get_mapping(section, "keep")
     times = {name: file.parse(time, parse_duration, f"storage.keep.{name}") for name, time in keep.items()}
-    size = file.parse(section.get("file_bytes"), parse_size, "storage.file_bytes")
-    return {"address": default_address()} | section | {"file_bytes": size, "keep": times}
+    names = ("file_bytes", "principal_bytes")
+    sizes = {name: file.parse(section.get(name), parse_size, f"storage.{name}") for name in names}
+    return {"address": default_address()} | section | sizes | {"keep": times}
 
 
 def _check_texts(file: ConfigFile, settings: Settings) -> None:

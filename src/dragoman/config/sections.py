@@ -141,6 +141,8 @@ class Storage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share it too; other databases must not use it."""
     file_bytes: Count = 512 * 1024 * 1024
     """The largest file that may be uploaded."""
+    principal_bytes: Count = 16 * 1024 * 1024 * 1024
+    """What one principal may store: files, batches, responses and conversations together."""
     keep: Keep = Keep()
 
 

@@ -26,6 +26,8 @@ from dragoman.protocols.errors import encode_anthropic_error
 
 OPENAI_NAME, ANTHROPIC_NAME = 512, 64
 """Characters of a `custom_id`."""
+MAX_NUMBER = 2 * MAX_LINES
+"""Lines of an input, with empty ones."""
 PREFIX_SIZES = tuple(256 * 2**step for step in range(9))
 """Bytes of the beginnings of a prompt that are compared."""
 DIGEST_BYTES = 4
@@ -145,6 +147,8 @@ class LineReader:
         return list(self._end_line())
 
     def _extend(self, part: bytes) -> None:
+        if self._number > MAX_NUMBER:
+            raise TooManyLines(f"the input has more than {MAX_NUMBER} lines, with empty ones")
         self._length += len(part)
         if self._length <= self._max_bytes:
             self._line += part

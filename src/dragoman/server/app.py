@@ -42,6 +42,7 @@ from dragoman.storage.maintenance import Maintenance
 from dragoman.storage.responses import EXPIRY_SECONDS as RESPONSE_EXPIRY_SECONDS
 from dragoman.storage.responses import ResponseStore
 from dragoman.storage.servers import DEAD_SECONDS, HEARTBEAT_SECONDS
+from dragoman.storage.space import SpaceLimit
 
 log = logging.getLogger("dragoman")
 
@@ -96,7 +97,8 @@ class App(BaseApp):
         self.database = Database(settings.storage.address)
         self.ledger = self.telemetry.ledger = Ledger(self.database, settings, self.telemetry.metrics.limited)
         self.blobs = open_blobs(settings.storage)
-        self.files = FileStore(self.database, self.blobs, settings.storage.keep.files)
+        space = SpaceLimit(self.database, settings.storage.principal_bytes)
+        self.files = FileStore(self.database, self.blobs, settings.storage.keep.files, space)
         self.batches = BatchStore(self.database, self.files, settings.storage.keep.batches)
         limits = settings.limits
         pool = JobPool(self, self.batches, self.blobs, self.telemetry.metrics, limits.batch_lines)
@@ -111,9 +113,9 @@ class App(BaseApp):
         self.maintenance.add(self.files.remove_expired, EXPIRY_SECONDS)
         self.maintenance.add(self.files.sweep, SWEEP_SECONDS)
         self.maintenance.add(self._write_key_uses, KEY_USES_SECONDS)
-        self.responses = store = ResponseStore(self.database, settings)
+        self.responses = store = ResponseStore(self.database, settings, space)
         bounds = store.bounds, settings.limits.body_bytes
-        self.conversations = ConversationStore(self.database, store.keep_seconds, *bounds)
+        self.conversations = ConversationStore(self.database, store.keep_seconds, *bounds, space)
         self.background = BackgroundResponses(self, store, RESPONSES_PATH)
         self.maintenance.add(store.remove_expired, RESPONSE_EXPIRY_SECONDS)
         self.maintenance.add(self.conversations.remove_unused, RESPONSE_EXPIRY_SECONDS)

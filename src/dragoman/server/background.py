@@ -6,12 +6,13 @@ Rules
 2. If the model has no room now, the response stays queued and is tried again.
 3. When the server stops, running responses have the grace time; then they fail. Queued ones stay queued: the next start
    runs them, or another server that shares the database.
-4. A response that was in progress when its server died is failed, because its caller may have seen a part of it.
+4. One caller may have at most as many as there is room for others.
+5. A response that was in progress when its server died is failed, because its caller may have seen a part of it.
 """
 
 import asyncio
 import logging
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -41,6 +42,13 @@ class BackgroundRequest(msgspec.Struct, frozen=True):
     strict: bytes | None = None
 
 
+class _Waiting(NamedTuple):
+    """A response that has not ended, with the size of its request."""
+
+    principal: str
+    size: int
+
+
 class BackgroundStarter(Protocol):
     async def start(self, queued: StoredResponse, request: BackgroundRequest, frames: bytes) -> None:
         """Store a response and run it. `frames` are the first ones of its stream."""
@@ -68,17 +76,19 @@ class BackgroundResponses:
         self._path = path
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
-        self._sizes: dict[str, int] = {}
-        """The sizes of the requests, also of those that are being stored."""
+        self._waiting: dict[str, _Waiting] = {}
+        """Those that have not ended, also those that are being stored."""
         self._stopping = asyncio.Event()
 
     async def start(self, queued: StoredResponse, request: BackgroundRequest, frames: bytes) -> None:
         await self._app.check_model(self._app.restore_caller(request.caller), request.model)
-        total = sum(self._sizes.values())
-        if len(self._sizes) >= MAX_WAITING or (total and total + len(request.body) > MAX_BYTES):
-            message = f"{len(self._sizes)} background responses are waiting, {total} bytes of them; try again later"
+        total = sum(waiting.size for waiting in self._waiting.values())
+        own = sum(waiting.principal == queued.principal for waiting in self._waiting.values())
+        # A caller may use as much room as is left for others.
+        if own >= MAX_WAITING - len(self._waiting) or (total and total + len(request.body) > MAX_BYTES):
+            message = f"{len(self._waiting)} background responses are waiting, {total} bytes of them; try again later"
             raise QueueFull(message, retry_after=5)
-        self._sizes[queued.id] = len(request.body)
+        self._waiting[queued.id] = _Waiting(queued.principal, len(request.body))
         # Without the shield, a response whose client leaves now would be stored, and run only after the next start.
         await asyncio.shield(self._queue(queued, request, frames))
 
@@ -86,7 +96,7 @@ class BackgroundResponses:
         try:
             await self._store.queue(queued, msgspec.msgpack.encode(request), frames)
         except Exception:
-            del self._sizes[queued.id]
+            del self._waiting[queued.id]
             raise
         self._run(queued.id, request)
 
@@ -121,12 +131,12 @@ class BackgroundResponses:
     def _run(self, response_id: str, request: BackgroundRequest) -> None:
         if response_id in self._tasks:
             return
-        self._sizes[response_id] = len(request.body)
+        self._waiting[response_id] = _Waiting(request.caller.principal, len(request.body))
         self._cancelled[response_id] = cancelled = asyncio.Event()
         self._tasks[response_id] = task = asyncio.create_task(self._generate(response_id, request, cancelled))
 
         def forget(_: object) -> None:
-            del self._tasks[response_id], self._cancelled[response_id], self._sizes[response_id]
+            del self._tasks[response_id], self._cancelled[response_id], self._waiting[response_id]
 
         task.add_done_callback(forget)
 

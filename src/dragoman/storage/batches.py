@@ -6,7 +6,8 @@ Rules
    The results of a batch in Anthropic's API are such a file too; those in OpenAI's belong to the caller.
 3. Everything that changes a batch is one transaction, which looks at its present state (see `batch_states`).
 4. The lines are removed when the results are in files.
-5. A batch whose server is dead (see `servers`) is taken over by the first server that polls for it.
+5. One principal has at most `MAX_RUNNING` batches that have not ended.
+6. A batch whose server is dead (see `servers`) is taken over by the first server that polls for it.
 """
 
 import re
@@ -15,10 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, exists, insert, or_, select, tuple_, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, exists, func, insert, or_, select, tuple_, update
 
 from dragoman.config.sections import MEMORY
-from dragoman.core.errors import BadRequest
+from dragoman.core.errors import BadRequest, DragomanError, RateLimited
 from dragoman.core.events import Usage
 from dragoman.core.ids import new_id
 from dragoman.protocols.batch_lines import InputLine, LineResult, LineState, ResultLine, refused_result
@@ -40,6 +41,8 @@ NO_NAME = b"\xff"
 """The first byte of the `custom_id` of lines with errors, which may be missing or used twice. UTF-8 never has it."""
 SPARE_SECONDS = 30 * 86400.0
 """How much longer than its window the input of a batch is kept, for a server that does not run for a while."""
+MAX_RUNNING = 100
+"""Batches of one principal that have not ended."""
 GROUP = 1000
 """Rows of one statement that removes something."""
 CLEANUP_SECONDS = 60.0
@@ -106,7 +109,9 @@ class BatchStore:
         now, fields = time.time(), msgspec.structs.asdict(batch)
         blob, expires = fields.pop("blob"), now + fields.pop("seconds")
         batch_id = new_id(PREFIXES[batch.api])
-        source = self._files.draft(SERVER_PRINCIPAL, batch_id, "batch", blob, expires + SPARE_SECONDS)
+        source = self._files.draft(
+            SERVER_PRINCIPAL, batch_id, "batch", blob, expires + SPARE_SECONDS, owner=batch.principal
+        )
         stored = StoredBatch(
             id=batch_id,
             created=now,
@@ -119,10 +124,19 @@ class BatchStore:
         )
 
         def change(connection: Connection) -> None:
+            running = and_(batches.c.principal == batch.principal, batches.c.ended.is_(None))
+            count = connection.execute(select(func.count()).select_from(batches).where(running)).scalar_one()
+            if count >= MAX_RUNNING:
+                raise RateLimited(f"{count} batches of this key are running; wait for their end", retry_after=60)
             self._files.insert(connection, source)
             connection.execute(insert(batches).values(_row(stored)))
 
-        await self._database.write(change)
+        try:
+            await self._files.take_space(source)
+            await self._database.write(change)
+        except DragomanError:
+            await self._files.remove_unused_contents([blob.digest])
+            raise
         self.on_change()
         return stored
 

@@ -1,11 +1,14 @@
 """The statements about conversations. Each function runs within a transaction."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, select, update
 
 from dragoman.core.ids import new_id
+from dragoman.protocols.files import Order
+from dragoman.protocols.responses.items import MAX_ITEMS
 from dragoman.storage.response_values import StoredItem
 from dragoman.storage.tables import conversation_items, conversations
 
@@ -32,6 +35,10 @@ def item_key(item_id: str) -> bytes:
     return item_id.encode("utf-8", "surrogatepass")
 
 
+def size_of(items: Sequence[StoredItem]) -> int:
+    return sum(len(item.body) + OVERHEAD for item in items)
+
+
 def create(connection: Connection, conversation: StoredConversation, items: Sequence[StoredItem]) -> None:
     values = {**msgspec.structs.asdict(conversation), "used": conversation.created, "size": OVERHEAD}
     connection.execute(insert(conversations).values(values))
@@ -47,8 +54,9 @@ def append(
     most: int | None = None,
 ) -> tuple[StoredItem, ...] | None:
     """Add items at the end, and return them as they are stored: one whose id is taken gets another. None: there is no
-    such conversation. With `most`, nothing is added if the items would have more bytes than that."""
-    size = sum(len(item.body) + OVERHEAD for item in items)
+    such conversation. With `most`, nothing is added if the items would have more bytes than that, or be
+    more than a request may have."""
+    size = size_of(items)
     # The update locks the row, so that items of two transactions do not get the same positions.
     change = update(conversations).where(_is_own(principal, conversation_id))
     changed = change.values(used=now, size=conversations.c.size + size).returning(conversations.c.size)
@@ -75,13 +83,26 @@ def append(
         {"conversation": conversation_id, "position": at, "item": item_key(item.id), "body": item.body}
         for at, item in enumerate(stored, position + 1)
     ]
+    if most is not None:
+        count = connection.execute(select(func.count()).select_from(conversation_items).where(is_in)).scalar_one()
+        if count + len(rows) > MAX_ITEMS:
+            raise ConversationFull
     if rows:
         connection.execute(insert(conversation_items), rows)
     return tuple(stored)
 
 
 class ConversationFull(Exception):
-    """The items of the conversation would be too large."""
+    """The items of the conversation would be too large or too many."""
+
+
+class UnknownItem(Exception):
+    """The conversation has no such item."""
+
+
+class ItemPage(NamedTuple):
+    items: Sequence[StoredItem]
+    has_more: bool
 
 
 def _renamed(item: StoredItem) -> StoredItem:
@@ -102,6 +123,31 @@ def find_items(connection: Connection, principal: str, conversation_id: str) -> 
     query = select(columns.item, columns.body).where(columns.conversation == conversation_id).order_by(columns.position)
     rows = connection.execute(query)
     return tuple(StoredItem(row.item.decode("utf-8", "surrogatepass"), row.body) for row in rows)
+
+
+def find_item(connection: Connection, conversation_id: str, item_id: str) -> bytes | None:
+    columns = conversation_items.c
+    is_item = and_(columns.conversation == conversation_id, columns.item == item_key(item_id))
+    return connection.execute(select(columns.body).where(is_item)).scalar_one_or_none()
+
+
+def find_page(
+    connection: Connection, principal: str, conversation_id: str, limit: int, order: Order, after: str | None
+) -> ItemPage | None:
+    """Items in this order, from the one behind the item `after`. Raises UnknownItem if there is no such item."""
+    if find(connection, principal, conversation_id) is None:
+        return None
+    columns = conversation_items.c
+    query = select(columns.item, columns.body).where(columns.conversation == conversation_id)
+    if after is not None:
+        is_item = and_(columns.conversation == conversation_id, columns.item == item_key(after))
+        place = connection.execute(select(columns.position).where(is_item)).scalar_one_or_none()
+        if place is None:
+            raise UnknownItem
+        query = query.where(columns.position > place if order == "asc" else columns.position < place)
+    query = query.order_by(columns.position.asc() if order == "asc" else columns.position.desc()).limit(limit + 1)
+    items = [StoredItem(row.item.decode("utf-8", "surrogatepass"), row.body) for row in connection.execute(query)]
+    return ItemPage(items[:limit], len(items) > limit)
 
 
 def set_metadata(

@@ -13,14 +13,17 @@ from typing import TypeVar
 
 from sqlalchemy import Connection
 
-from dragoman.core.errors import TooLarge
+from dragoman.core.errors import NotFound, TooLarge, quote
 from dragoman.core.ids import new_id
+from dragoman.protocols.files import Order
+from dragoman.protocols.responses.items import MAX_ITEMS
 from dragoman.storage import conversation_sql
-from dragoman.storage.conversation_sql import ConversationFull, StoredConversation
+from dragoman.storage.conversation_sql import ConversationFull, ItemPage, StoredConversation, UnknownItem
 from dragoman.storage.database import Database
 from dragoman.storage.response_sql import Bounds
 from dragoman.storage.response_values import StoredItem
 from dragoman.storage.responses import ID
+from dragoman.storage.space import SpaceLimit
 
 PREFIX = "conv_"
 T = TypeVar("T")
@@ -29,11 +32,19 @@ T = TypeVar("T")
 class ConversationStore:
     """`keep_seconds` is how long an unused conversation is kept, `most` how many bytes its items may have."""
 
-    def __init__(self, database: Database, keep_seconds: float, bounds: Bounds | None, most: int) -> None:
+    def __init__(
+        self,
+        database: Database,
+        keep_seconds: float,
+        bounds: Bounds | None,
+        most: int,
+        space: SpaceLimit | None = None,
+    ) -> None:
         self._database = database
         self._keep_seconds = keep_seconds
         self._bounds = bounds
         self.most = most
+        self._space = space
 
     async def create(self, principal: str, metadata: bytes, items: Sequence[StoredItem]) -> StoredConversation:
         created = StoredConversation(new_id(PREFIX), principal, float(int(time.time())), metadata)
@@ -43,8 +54,13 @@ class ConversationStore:
             if self._bounds is not None:
                 conversation_sql.evict(connection, *self._bounds)
 
+        await self._take_space(principal, items)
         await self._database.write(change)
         return created
+
+    async def _take_space(self, principal: str, items: Sequence[StoredItem]) -> None:
+        if self._space is not None:
+            await self._space.take(principal, conversation_sql.OVERHEAD + conversation_sql.size_of(items))
 
     async def find(self, principal: str, conversation_id: str) -> StoredConversation | None:
         if not ID.fullmatch(conversation_id):
@@ -52,11 +68,21 @@ class ConversationStore:
         find = conversation_sql.find
         return await self._database.read(lambda connection: find(connection, principal, conversation_id))
 
-    async def items(self, principal: str, conversation_id: str) -> tuple[StoredItem, ...] | None:
+    async def page(
+        self, principal: str, conversation_id: str, limit: int, order: Order, after: str | None
+    ) -> ItemPage | None:
         if not ID.fullmatch(conversation_id):
             return None
-        find_items = conversation_sql.find_items
-        return await self._database.read(lambda connection: find_items(connection, principal, conversation_id))
+        arguments, find_page = (principal, conversation_id, limit, order, after), conversation_sql.find_page
+        try:
+            return await self._database.read(lambda connection: find_page(connection, *arguments))
+        except UnknownItem:
+            raise NotFound(f"after: there is no item {quote(after or '')}", param="after") from None
+
+    async def item(self, conversation_id: str, item_id: str) -> bytes | None:
+        """An item of a conversation that was found."""
+        find_item = conversation_sql.find_item
+        return await self._database.read(lambda connection: find_item(connection, conversation_id, item_id))
 
     async def append(
         self, principal: str, conversation_id: str, items: Sequence[StoredItem]
@@ -64,10 +90,11 @@ class ConversationStore:
         """Add items, and return them as they are stored."""
         arguments = principal, conversation_id, items, time.time(), self.most
         append = conversation_sql.append
+        await self._take_space(principal, items)
         try:
             return await self._write(conversation_id, lambda connection: append(connection, *arguments))
         except ConversationFull:
-            message = f"the items of the conversation are larger than {self.most} bytes"
+            message = f"the items of the conversation are larger than {self.most} bytes or more than {MAX_ITEMS}"
             raise TooLarge(message, param="items") from None
 
     async def set_metadata(self, principal: str, conversation_id: str, metadata: bytes) -> StoredConversation | None:

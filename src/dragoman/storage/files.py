@@ -19,11 +19,12 @@ from typing import Any, Protocol
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, select, tuple_
 
-from dragoman.core.errors import StorageUnavailable
+from dragoman.core.errors import StorageUnavailable, TooLarge
 from dragoman.core.ids import new_id
 from dragoman.protocols.files import BINARY, FileEntry, Order
 from dragoman.storage.blobs import RETRY_SECONDS, Blob, BlobStore
 from dragoman.storage.database import Database
+from dragoman.storage.space import SpaceLimit
 from dragoman.storage.tables import files
 
 PREFIX = "file-"
@@ -38,6 +39,8 @@ GROUP = 200
 class StoredFile(FileEntry, frozen=True, kw_only=True):
     principal: str
     digest: str
+    owner: str
+    """The principal whose space the file needs."""
 
 
 class FilePage(msgspec.Struct, frozen=True):
@@ -62,8 +65,11 @@ class Files(Protocol):
 
 
 class FileStore:
-    def __init__(self, database: Database, blobs: BlobStore, keep_seconds: float) -> None:
+    def __init__(
+        self, database: Database, blobs: BlobStore, keep_seconds: float, space: SpaceLimit | None = None
+    ) -> None:
         """`keep_seconds` is how long a file is kept if its caller does not say."""
+        self.space = space
         self._database = database
         self._blobs = blobs
         self._keep_seconds = keep_seconds
@@ -80,11 +86,17 @@ class FileStore:
         """Add a file with a content that has just been written. `expires` is a time; None means the default."""
         file = self.draft(principal, name, purpose, blob, expires, media_type)
         try:
+            await self.take_space(file)
             await self._database.write(lambda connection: self.insert(connection, file))
-        except StorageUnavailable:
-            await self._remove_contents([blob.digest])
+        except (StorageUnavailable, TooLarge):
+            await self.remove_unused_contents([blob.digest])
             raise
         return file
+
+    async def take_space(self, file: StoredFile) -> None:
+        """Raises TooLarge if the owner has no room for the file."""
+        if self.space is not None:
+            await self.space.take(file.owner, file.size)
 
     def draft(
         self,
@@ -94,8 +106,9 @@ class FileStore:
         blob: Blob,
         expires: float | None = None,
         media_type: str = BINARY,
+        owner: str | None = None,
     ) -> StoredFile:
-        """A file that is not stored yet."""
+        """A file that is not stored yet. Without an `owner`, it is the principal."""
         now = time.time()
         return StoredFile(
             id=new_id(PREFIX),
@@ -107,6 +120,7 @@ class FileStore:
             media_type=media_type,
             size=blob.size,
             digest=blob.digest,
+            owner=principal if owner is None else owner,
         )
 
     def insert(self, connection: Connection, file: StoredFile) -> None:
@@ -152,7 +166,7 @@ class FileStore:
             return False
         query = delete(files).where(files.c.id == file_id, _is_visible(principal)).returning(files.c.digest)
         digests = await self._database.write(lambda connection: connection.execute(query).scalars().all())
-        await self._remove_contents(digests)
+        await self.remove_unused_contents(digests)
         return bool(digests)
 
     async def remove_expired(self) -> None:
@@ -161,7 +175,7 @@ class FileStore:
         expired = select(files.c.id).where(files.c.expires <= time.time()).limit(GROUP)
         query = delete(files).where(files.c.id.in_(expired)).returning(files.c.digest)
         while digests := await self._database.write(lambda connection: connection.execute(query).scalars().all()):
-            await self._remove_contents(digests)
+            await self.remove_unused_contents(digests)
 
     async def sweep(self) -> None:
         """Remove old contents that belong to no file."""
@@ -171,7 +185,7 @@ class FileStore:
         used = await self._database.read(lambda connection: set(connection.execute(query).scalars()))
         await asyncio.to_thread(self._blobs.sweep, used)
 
-    async def _remove_contents(self, digests: Sequence[str]) -> None:
+    async def remove_unused_contents(self, digests: Sequence[str]) -> None:
         """Remove the blobs that no file has any more. `sweep` retries those that fail."""
         removals = (self._database.write(self._removal(digest), is_alone=True) for digest in set(digests))
         for result in await asyncio.gather(*removals, return_exceptions=True):

@@ -62,7 +62,7 @@ def _keep_response(
     connection: Connection, ended: EndedResponse, server: str, expires: float, bounds: Bounds | None
 ) -> bool:
     response = ended.response
-    size = _size(ended)
+    size = size_of(ended)
     if ended.is_recorded:
         length = func.coalesce(func.sum(func.length(response_events.c.body)), 0)
         size += connection.execute(select(length).where(response_events.c.response == response.id)).scalar_one()
@@ -113,7 +113,7 @@ def queue(
     connection: Connection, response: StoredResponse, server: str, expires: float, request: bytes, frames: bytes
 ) -> None:
     """Insert a background response, with the first events of its stream."""
-    insert_response(connection, response, server, expires, request=request)
+    insert_response(connection, response, server, expires, OVERHEAD + len(response.body) + len(request), request)
     _insert_events(connection, response.id, RecordedEvents(0, frames))
 
 
@@ -251,23 +251,27 @@ def remove_expired(connection: Connection) -> int:
 
 def claim_queued(connection: Connection, server: str) -> list[LostResponse]:
     """Take over queued responses of servers that died."""
-    is_lost = and_(responses.c.status == "queued", is_dead(responses.c.server, time.time()))
+    is_lost = and_(responses.c.status == "queued", _is_lost(server))
     query = update(responses).where(is_lost).values(server=server).returning(responses.c.id, responses.c.request)
     return [LostResponse(row.id, row.request) for row in connection.execute(query)]
 
 
-def find_lost(connection: Connection) -> Sequence[str]:
-    """Responses that were running when their servers died."""
-    is_lost = and_(responses.c.status == "in_progress", is_dead(responses.c.server, time.time()))
+def find_lost(connection: Connection, server: str) -> Sequence[str]:
+    """Responses that were running when their servers died. `server` is this one, which is alive."""
+    is_lost = and_(responses.c.status == "in_progress", _is_lost(server))
     return connection.execute(select(responses.c.id).where(is_lost).limit(GROUP)).scalars().all()
 
 
-def end_lost(connection: Connection, response_id: str, message: str) -> bool:
-    is_lost = is_dead(responses.c.server, time.time())
-    return end_early(connection, response_id, "failed", "server_error", message, is_lost)
+def end_lost(connection: Connection, server: str, response_id: str, message: str) -> bool:
+    return end_early(connection, response_id, "failed", "server_error", message, _is_lost(server))
 
 
-def _size(ended: EndedResponse) -> int:
+def _is_lost(server: str) -> ColumnElement[bool]:
+    # With an SQLite database a server has no heartbeat.
+    return and_(responses.c.server != server, is_dead(responses.c.server, time.time()))
+
+
+def size_of(ended: EndedResponse) -> int:
     items = ended.input + ended.output
     events = 0 if ended.events is None else len(ended.events.frames)
     return len(ended.response.body) + events + sum(len(item.body) + OVERHEAD for item in items) + OVERHEAD

@@ -94,8 +94,8 @@ class StoredResponses(Protocol):
     Methods about a response return None if it does not exist, or belongs to another principal.
     """
 
-    async def check(self) -> None:
-        """Raise `StorageUnavailable` if a write is known to fail."""
+    async def check(self, principal: str) -> None:
+        """Raise `StorageUnavailable` if a write is known to fail, `TooLarge` if the principal has no room."""
 
     async def keep(self, ended: EndedResponse) -> bool:
         """Store a response that has ended. False: it was cancelled or deleted meanwhile."""

@@ -20,7 +20,7 @@ from functools import partial
 
 from dragoman.config.sections import MEMORY
 from dragoman.config.settings import Settings
-from dragoman.core.errors import StorageUnavailable
+from dragoman.core.errors import StorageUnavailable, TooLarge
 from dragoman.storage import conversation_sql, response_sql
 from dragoman.storage.database import Database
 from dragoman.storage.response_sql import Bounds, LostResponse
@@ -33,6 +33,7 @@ from dragoman.storage.response_values import (
     StoredItem,
     StoredResponse,
 )
+from dragoman.storage.space import SpaceLimit
 
 log = logging.getLogger("dragoman.storage")
 
@@ -40,14 +41,15 @@ ID = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 """Postgres refuses NUL characters in text."""
 EXPIRY_SECONDS = 60.0
 """The pause between two runs of `remove_expired`."""
-WAIT_SECONDS = 1.0
-"""How long `read_events` waits for events. Those of other servers are seen after this time."""
+WAIT_SECONDS, SHARED_WAIT_SECONDS = 10.0, 1.0
+"""How long `read_events` waits for events. In a shared database, those of other servers are seen after this time."""
 LOST_MESSAGE = "the server stopped before the response was complete; send the request again"
 
 
 class ResponseStore:
-    def __init__(self, database: Database, settings: Settings) -> None:
+    def __init__(self, database: Database, settings: Settings, space: SpaceLimit | None = None) -> None:
         self._database = database
+        self._space = space
         limits, self._keep_seconds = settings.limits, settings.storage.keep.responses
         self._bounds: Bounds | None = None
         if database.address == MEMORY:
@@ -66,13 +68,19 @@ class ResponseStore:
     def bounds(self) -> Bounds | None:
         return self._bounds
 
-    async def check(self) -> None:
+    async def check(self, principal: str) -> None:
         if self._database.is_failing:
             await self._database.renew_heartbeat()
+        await self._take_space(principal, 0)
+
+    async def _take_space(self, principal: str, size: int) -> None:
+        if self._space is not None:
+            await self._space.take(principal, size)
 
     async def keep(self, ended: EndedResponse) -> bool:
         arguments = ended, self._database.server, self._expires(), self._bounds
         try:
+            await self._take_space_for(ended)
             is_kept = await self._database.write(lambda connection: response_sql.keep(connection, *arguments))
         except StorageUnavailable:
             if ended.is_recorded:
@@ -80,6 +88,13 @@ class ResponseStore:
             raise
         self._notify(ended.response.id)
         return is_kept
+
+    async def _take_space_for(self, ended: EndedResponse) -> None:
+        try:
+            await self._take_space(ended.response.principal, response_sql.size_of(ended))
+        except TooLarge as error:
+            # Its caller gets the reply, if it does not rely on the storage.
+            raise StorageUnavailable(error.message) from error
 
     async def record(self, recording: Recording) -> bool:
         server, expires = self._database.server, self._expires()
@@ -91,6 +106,7 @@ class ResponseStore:
 
     async def queue(self, response: StoredResponse, request: bytes, frames: bytes) -> None:
         """Store a background response with the request that starts it, and the first frames of its stream."""
+        await self._take_space(response.principal, len(request))
         server, expires = self._database.server, self._expires()
         await self._database.write(
             lambda connection: response_sql.queue(connection, response, server, expires, request, frames)
@@ -141,7 +157,7 @@ class ResponseStore:
             page = await self._read_page(principal, response_id, after)
             if page is None or page.frames or page.has_ended:
                 return page
-            await asyncio.wait((changed,), timeout=WAIT_SECONDS)
+            await asyncio.wait((changed,), timeout=SHARED_WAIT_SECONDS if self._database.is_shared else WAIT_SECONDS)
             return await self._read_page(principal, response_id, after)
         finally:
             waiting.discard(changed)
@@ -185,10 +201,10 @@ class ResponseStore:
             self._lost.discard(response_id)
         server, ended = self._database.server, 0
         claimed = await self._database.write(lambda connection: response_sql.claim_queued(connection, server))
-        while found := await self._database.read(response_sql.find_lost):
+        while found := await self._database.read(lambda connection: response_sql.find_lost(connection, server)):
             for response_id in found:
                 ended += await self._database.write(
-                    partial(response_sql.end_lost, response_id=response_id, message=LOST_MESSAGE)
+                    partial(response_sql.end_lost, server=server, response_id=response_id, message=LOST_MESSAGE)
                 )
         if ended:
             log.warning("marked %d responses as failed: their server stopped while they were in progress", ended)

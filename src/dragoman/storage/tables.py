@@ -81,6 +81,7 @@ responses = Table(
     Column("size", Whole, nullable=False),
     Column("request", LargeBinary),
     Column("body", LargeBinary, nullable=False),
+    Index("responses_by_principal", "principal", "size"),
     sqlite_strict=True,
 )
 """`server` generates the response while its status is queued or in_progress. `request` starts a background response,
@@ -119,6 +120,7 @@ conversations = Table(
     Column("used", Time, nullable=False, index=True),
     Column("size", Whole, nullable=False),
     Column("metadata", LargeBinary, nullable=False),
+    Index("conversations_by_principal", "principal", "size"),
     sqlite_strict=True,
 )
 """`used` is when it was changed last. `size` is that of its items."""
@@ -190,10 +192,13 @@ files = Table(
     Column("media_type", Text, nullable=False),
     Column("size", Whole, nullable=False),
     Column("digest", Text, nullable=False, index=True),
+    Column("owner", Text, nullable=False),
     Index("files_by_principal", "principal", "created", "id"),
+    Index("files_by_owner", "owner", "size"),
     sqlite_strict=True,
 )
-"""`digest` names the content in the blob store. `name` is text in UTF-8."""
+"""`owner` is the principal whose space the file needs. `digest` names the content in the blob store.
+`name` is text in UTF-8."""
 
 batches = Table(
     "batches",

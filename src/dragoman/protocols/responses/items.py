@@ -323,10 +323,15 @@ def encode_page(items: Sequence[tuple[str, bytes]], page: PageFields) -> dict[st
             raise NotFound(f"after: there is no item {quote(page.after)}", param="after")
         ordered = ordered[start:]
     listed = ordered[: page.limit]
+    return encode_listed(listed, len(ordered) > len(listed))
+
+
+def encode_listed(listed: Sequence[tuple[str, bytes]], has_more: bool) -> dict[str, Any]:
+    """Encode the items of a page."""
     return {
         "object": "list",
         "data": [msgspec.Raw(body) for _, body in listed],
         "first_id": listed[0][0] if listed else "",
         "last_id": listed[-1][0] if listed else "",
-        "has_more": len(ordered) > len(listed),
+        "has_more": has_more,
     }

@@ -45,6 +45,9 @@ ECHOED = (
 """Fields that the response repeats, null if they were not sent."""
 TEXT_DEFAULTS: dict[str, Any] = {"format": {"type": "text"}, "verbosity": "medium"}
 SCHEMA_DEFAULTS: dict[str, Any] = {"name": "response", "description": None, "strict": False}
+METADATA_NAME, METADATA_VALUE = 64, 512
+"""Characters."""
+Metadata = Annotated[dict[str, Any], msgspec.Meta(max_length=16)]
 REASONING_DEFAULTS = {"context": "auto", "mode": "standard"}
 
 
@@ -95,7 +98,7 @@ class ResponseFields(openai.SamplingFields, frozen=True, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     service_tier: str | None = None
     stream_options: ResponseStreamOptions | None = None  # type: ignore[assignment]
-    metadata: Annotated[dict[str, Any], msgspec.Meta(max_length=16)] | None = None
+    metadata: Metadata | None = None
     client_metadata: Any = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: openai.Retention | None = None
@@ -168,9 +171,12 @@ def _check_supported(fields: ResponseFields) -> None:
 
 def check_metadata(metadata: Mapping[str, Any]) -> None:
     for name, value in metadata.items():
+        path = f"metadata.{name:.64}"
         if not isinstance(value, str):
-            path = f"metadata.{name:.64}"
             raise BadRequest(f"{path}: expected a string", param=path)
+        if len(name) > METADATA_NAME or len(value) > METADATA_VALUE:
+            limits = f"a name of at most {METADATA_NAME} and a value of at most {METADATA_VALUE} characters"
+            raise BadRequest(f"{path}: expected {limits}", param=path)
 
 
 def decode(

@@ -9,7 +9,7 @@ from dragoman.core.errors import BadRequest
 from dragoman.core.request import Asked
 from dragoman.protocols import json_body
 from dragoman.protocols.responses import items, tools
-from dragoman.protocols.responses.server import ENCRYPTED, INCLUDED, check_metadata
+from dragoman.protocols.responses.server import ENCRYPTED, INCLUDED, Metadata, check_metadata
 
 MAX_DIGITS = 12
 
@@ -67,11 +67,11 @@ def _encrypt(item: dict[str, Any]) -> bool:
 
 class ConversationFields(msgspec.Struct, frozen=True):
     items: list[dict[str, Any]] | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
 
 
 class ConversationChanges(msgspec.Struct, frozen=True):
-    metadata: dict[str, Any]
+    metadata: Metadata
 
 
 class NewItems(msgspec.Struct, frozen=True):

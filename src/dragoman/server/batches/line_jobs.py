@@ -82,8 +82,7 @@ class LineJobs:
 
     async def _work(self) -> None:
         while (line := await self._next_line()) is not None:
-            body = await self._read_body(line)
-            result = None if body is None else await self._answer(body)
+            result = await self._answer(line)
             if result is not None:
                 await self._record(line, result)
 
@@ -115,12 +114,14 @@ class LineJobs:
                 self._place = page[-1].prefix, page[-1].number
             return None if pool.stopping.is_set() else self._waiting.popleft()
 
-    async def _answer(self, body: bytes) -> LineResult | None:
-        """The final result of a request; None if the server stops first."""
+    async def _answer(self, line: WaitingLine) -> LineResult | None:
+        """The final result of a line; None if the server stops before. Only a line with a slot has its body in
+        memory."""
         pool, tries = self._pool, 0
         while True:
             async with pool.slots:
-                if pool.stopping.is_set():
+                body = await self._read_body(line)
+                if body is None:
                     return None
                 request_id = pool.app.new_request_id(self._batch.endpoint)
                 reply = await self._send(request_id, body)

@@ -58,7 +58,7 @@ class ResultWriter:
         keep_seconds = batch.output_seconds or self._store.keep_seconds
         principal = batch.principal if batch.api == "openai" else SERVER_PRINCIPAL
         file_name, expires = f"{batch.id}_{name}.jsonl", time.time() + keep_seconds
-        return self._files.draft(principal, file_name, PURPOSE, blob, expires, MEDIA_TYPE)
+        return self._files.draft(principal, file_name, PURPOSE, blob, expires, MEDIA_TYPE, batch.principal)
 
 
 def _is_error(batch: StoredBatch, line: ResultLine) -> bool:

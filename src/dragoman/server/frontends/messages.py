@@ -153,7 +153,7 @@ ARGUMENTS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "start_lease": msgspec.msgpack.Decoder(tuple[()]),
     "acquire_slot": msgspec.msgpack.Decoder(tuple[()]),
     "relay": msgspec.msgpack.Decoder(tuple[dict[str, Any], bytes]),
-    "check_responses": msgspec.msgpack.Decoder(tuple[()]),
+    "check_responses": msgspec.msgpack.Decoder(tuple[str]),
     "keep_response": msgspec.msgpack.Decoder(tuple[EndedResponse]),
     "record_response": msgspec.msgpack.Decoder(tuple[Recording]),
     "end_response_early": msgspec.msgpack.Decoder(tuple[str, EarlyEnd, str, str]),

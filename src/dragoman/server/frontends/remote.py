@@ -178,8 +178,8 @@ class RemoteResponses:
     async def _call(self, value_type: Any, method: str, *arguments: object) -> Any:
         return await self._parent.call_method(make_method_call(method, *arguments), value_type)
 
-    async def check(self) -> None:
-        await self._call(type(None), "check_responses")
+    async def check(self, principal: str) -> None:
+        await self._call(type(None), "check_responses", principal)
 
     async def keep(self, ended: EndedResponse) -> bool:
         return bool(await self._call(bool, "keep_response", ended))

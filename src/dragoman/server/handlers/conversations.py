@@ -44,15 +44,18 @@ async def show(app: App, exchange: HttpExchange) -> None:
         await _send(exchange, _found(conversation_id, await app.conversations.find(principal, conversation_id)))
         return
     included = read_included(app, exchange)
-    found = _found(conversation_id, await app.conversations.items(principal, conversation_id))
-    items = [(item.id, wire.include_in_item(item.body, included)) for item in found]
     if not item_id:
-        await exchange.response.send_json(wire_items.encode_page(items, wire_items.decode_page(exchange.query())))
+        page = wire_items.decode_page(exchange.query())
+        found = await app.conversations.page(principal, conversation_id, page.limit, page.order, page.after)
+        listed, has_more = _found(conversation_id, found)
+        items = [(item.id, wire.include_in_item(item.body, included)) for item in listed]
+        await exchange.response.send_json(wire_items.encode_listed(items, has_more))
         return
-    body = dict(items).get(item_id)
+    _found(conversation_id, await app.conversations.find(principal, conversation_id))
+    body = await app.conversations.item(conversation_id, item_id)
     if body is None:
         raise _item_not_found(item_id)
-    await exchange.response.send_json(msgspec.Raw(body))
+    await exchange.response.send_json(msgspec.Raw(wire.include_in_item(body, included)))
 
 
 async def change(app: App, exchange: HttpExchange) -> None:

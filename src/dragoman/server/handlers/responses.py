@@ -71,7 +71,7 @@ async def _generate(app: BaseApp, exchange: HttpExchange, response_request: wire
         await reply_to(app, exchange, request, encoding)
         return
     if context.must_store:
-        await app.responses.check()
+        await app.responses.check(exchange.record.principal)
     recorder = ResponseRecorder(app, exchange, encoding)
     try:
         await reply_to(app, exchange, request, recorder, recorder.store)
