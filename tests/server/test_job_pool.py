@@ -38,7 +38,7 @@ class EmptyStore:
 
 
 async def test_a_caller_leaves_room_for_background_responses_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "MOST_WAITING", 4)
+    monkeypatch.setattr(background, "MAX_WAITING", 4)
     responses = BackgroundResponses(EndlessApp(), EmptyStore(), "/v1/responses")  # type: ignore[arg-type]
 
     async def start(principal: str, name: str) -> None:
