@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import Connection, insert, select, text, update
 
 from dragoman.core.errors import ConfigError, StorageUnavailable
-from dragoman.storage.database import Database, StorageInUse
+from dragoman.storage.database import Database, StorageInUse, StorageNotWritable
 from dragoman.storage.servers import is_dead
 from dragoman.storage.tables import conversations, metadata, migrate, servers
 from tests.support.postgres import Postgres
@@ -158,6 +158,16 @@ def test_file_belongs_to_one_server(tmp_path: Path) -> None:
     first.close()
     second.open()
     second.close()
+
+
+def test_file_that_cannot_be_written_has_its_own_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageNotWritable, match="cannot be opened: "):
+        Database(str(tmp_path / "file" / "dragoman.db")).open()
+    (tmp_path / "other.db").write_bytes(b"not a database" * 100)
+    with pytest.raises(ConfigError) as failure:
+        Database(str(tmp_path / "other.db")).open()
+    assert not isinstance(failure.value, StorageNotWritable)
 
 
 async def test_locked_file_is_unavailable_until_it_is_free(tmp_path: Path) -> None:

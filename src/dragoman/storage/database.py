@@ -54,6 +54,7 @@ RETRY_SECONDS = 5.0
 CONFLICTS = frozenset({"40001", "40P01"})
 """Postgres' codes for a transaction that would have succeeded without those of other servers at the same time."""
 CONFLICT_TRIES = 5
+NOT_WRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
 
 T = TypeVar("T")
 Query = Callable[[Connection], T]
@@ -71,6 +72,10 @@ class _Write(NamedTuple):
 
 class StorageInUse(ConfigError):
     """Another server has locked the file."""
+
+
+class StorageNotWritable(ConfigError):
+    """The file cannot be created or written."""
 
 
 class Database:
@@ -111,8 +116,7 @@ class Database:
                 self._connect()
             except (SQLAlchemyError, OSError, ConfigError) as error:
                 self._disconnect()
-                kind = StorageInUse if isinstance(error, StorageInUse) else ConfigError
-                raise kind(f"the storage {self._shown} cannot be opened: {_reason(error)}") from error
+                raise _kind_of(error)(f"the storage {self._shown} cannot be opened: {_reason(error)}") from error
 
     async def read(self, query: Query[T]) -> T:
         if self.address == MEMORY:
@@ -291,6 +295,16 @@ def _concerns_database(error: Exception) -> bool:
 
 def _is_conflict(error: Exception) -> bool:
     return isinstance(error, DBAPIError) and getattr(error.orig, "sqlstate", None) in CONFLICTS
+
+
+def _kind_of(error: Exception) -> type[ConfigError]:
+    """The class of the error that is raised if the storage cannot be opened for this reason."""
+    if isinstance(error, StorageInUse):
+        return StorageInUse
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    # Extended codes have the code of their group in the lowest byte.
+    code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
+    return StorageNotWritable if isinstance(cause, OSError) or code in NOT_WRITABLE else ConfigError
 
 
 def _reason(error: Exception) -> str:
