@@ -48,6 +48,7 @@ ALIAS_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/*?-]+")
 HOST = re.compile(r"[A-Za-z0-9._:%-]+")
 HOST_NAME = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 ORIGIN = re.compile(rf"\*|null|[A-Za-z][A-Za-z0-9+.-]*://({HOST_NAME.pattern})(:[0-9]+)?/?")
+STORAGE_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 HTTP_URL = re.compile(r"https?://[^/?#\s]+(/\S*)?")
 
 
@@ -218,6 +219,9 @@ def _check_texts(file: ConfigFile, settings: Settings) -> None:
     if traces is not None:
         address = "an address, as http://127.0.0.1:4318/v1/traces"
         texts.append(("telemetry.traces.endpoint", traces.endpoint, HTTP_URL, address))
+    if STORAGE_URL.match(settings.storage.address) and not settings.storage.address.startswith(POSTGRES):
+        # The address may have a password.
+        file.add_error("storage", f"expected {MEMORY}, a path, or {POSTGRES}USER:PASSWORD@HOST:PORT/NAME")
     for key, text, pattern, expected in texts:
         if not pattern.fullmatch(text):
             file.add_error(key, f"expected {expected}, got {text!r}")
