@@ -13,7 +13,7 @@ import msgspec
 
 from dragoman.cli import usage
 from dragoman.cli.common import Commands, add_command, add_repeatable, format_table, load_config
-from dragoman.config.quantities import parse_duration
+from dragoman.config.quantities import parse_finite_duration
 from dragoman.config.sections import BudgetLimit, KeyLimits
 from dragoman.core.errors import ConfigError
 from dragoman.core.types import Priority, RouteScope
@@ -37,7 +37,7 @@ that `keys.store` of the configuration names. Once a key exists, the server requ
 the last one is revoked. To serve callers without a key again, set `keys.anonymous`, or delete the file and restart.
 """
 DAY = 24 * 3600
-DEFAULT_GRACE, MAX_GRACE = "1d", 366 * DAY
+DEFAULT_GRACE = "1d"
 ANONYMOUS_HINT = (
     "To serve callers without a key again, set `keys.anonymous: true` and reload, "
     "or stop the server and delete the file."
@@ -131,12 +131,9 @@ def _parse_days(text: str) -> float:
 
 def _parse_grace(text: str) -> float:
     try:
-        seconds = parse_duration(text)
+        return parse_finite_duration(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    if seconds > MAX_GRACE:
-        raise argparse.ArgumentTypeError(f"expected at most {MAX_GRACE // DAY:.0f}d")
-    return seconds
 
 
 def create(arguments: argparse.Namespace) -> int:

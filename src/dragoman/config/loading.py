@@ -34,7 +34,7 @@ from dragoman.config.config_file import ConfigFile, read_config_file, resolve_pa
 from dragoman.config.diagnostics import Locations, find_known_key
 from dragoman.config.model_spec import MODEL_NAME, ModelSpec, model_from_flag, read_models
 from dragoman.config.models_yaml import read_models_yaml
-from dragoman.config.quantities import parse_duration, parse_size
+from dragoman.config.quantities import parse_duration, parse_finite_duration, parse_size
 from dragoman.config.sections import MEMORY, POSTGRES, parse_network
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
@@ -201,7 +201,7 @@ def _read_storage(file: ConfigFile, value: Any) -> dict[str, Any]:
     """The section `storage`, or its address alone. Without an address it is a file in the home directory."""
     section = {"address": value} if isinstance(value, str) else file.get_mapping({"storage": value}, "storage")
     keep = file.get_mapping(section, "keep")
-    times = {name: file.parse(time, parse_duration, f"storage.keep.{name}") for name, time in keep.items()}
+    times = {name: file.parse(time, parse_finite_duration, f"storage.keep.{name}") for name, time in keep.items()}
     names = ("file_bytes", "principal_bytes")
     sizes = {name: file.parse(section.get(name), parse_size, f"storage.{name}") for name in names}
     return {"address": default_address()} | section | sizes | {"keep": times}
