@@ -20,6 +20,7 @@ import os
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
@@ -51,6 +52,8 @@ shorter than the time after which the others count as dead, because their heartb
 KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 15_000}
 """How soon a connection ends whose server does not answer any more. The system alone would wait for many minutes."""
 RETRY_SECONDS = 5.0
+OUTAGE_SECONDS = 10.0
+"""An outage is over when no use has failed for this long: on a full disk, small writes succeed between the others."""
 CONFLICTS = frozenset({"40001", "40P01"})
 """Postgres' codes for a transaction that would have succeeded without those of other servers at the same time."""
 CONFLICT_TRIES = 5
@@ -96,6 +99,10 @@ class Database:
         self._is_closed = False
         self.is_failing = False
         """Whether the last use failed."""
+        self._is_outage = False
+        """Whether the log says last that the storage is not available."""
+        self._failed = 0.0
+        """When the last use failed that did, by the monotonic clock."""
 
     @property
     def is_shared(self) -> bool:
@@ -262,13 +269,17 @@ class Database:
                 write.future.set_exception(failure)
             return True
         self.is_failing = False
+        if self._is_outage and time.monotonic() - self._failed >= OUTAGE_SECONDS:
+            self._is_outage = False
+            log.warning("the storage %s works again", self._shown)
         for write, result in zip(writes, results, strict=True):
             write.future.set_result(result)
         return True
 
     def _unavailable(self, error: Exception) -> StorageUnavailable:
-        if not self.is_failing:
-            self.is_failing = True
+        self.is_failing, self._failed = True, time.monotonic()
+        if not self._is_outage:
+            self._is_outage = True
             log.error("the storage %s is not available: %s", self._shown, _reason(error))
         failure = StorageUnavailable("the storage is not available; try again later", retry_after=RETRY_SECONDS)
         failure.__cause__ = error
