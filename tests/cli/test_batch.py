@@ -1,6 +1,8 @@
 """`dragoman batch`, run against a server."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,9 +52,9 @@ def test_submit_waits_and_results_are_written(server: Running, tmp_path: Path) -
 def test_failed_lines_are_reported(server: Running, tmp_path: Path) -> None:
     done = batch(server, tmp_path, "submit", write(tmp_path, chat_line("a"), b"{", chat_line("c", model="x")), "--wait")
     assert done.returncode == 1
-    assert "line 2: not valid JSON" in done.stdout
-    assert "3: 1 completed, 2 failed" in done.stdout
-    batch_id = done.stderr.strip()
+    assert "line 2: not valid JSON" in done.stderr
+    assert "3: 1 completed, 2 failed" in done.stderr
+    batch_id = done.stdout.strip()
     fetched = batch(server, tmp_path, "results", batch_id)
     assert len(fetched.stdout.splitlines()) == 1
     assert "2 lines failed" in fetched.stderr
@@ -78,10 +80,33 @@ def test_address_from_the_environment(server: Running, tmp_path: Path) -> None:
     done = run(tmp_path, "batch", "status", "--json", environ=environ)
     assert done.returncode == 0, done.stderr
     assert isinstance(json.loads(done.stdout), list)
+    for command in (["usage"], ["keys", "usage"], ["models"]):
+        done = run(tmp_path, *command, "--json", environ=environ)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert json.loads(done.stdout)
+    unreachable = environ | {"DRAGOMAN_URL": "http://127.0.0.1:1"}
+    assert "$DRAGOMAN_URL http://127.0.0.1:1: no answer" in refused(run(tmp_path, "usage", environ=unreachable))
+
+
+def test_submit_reads_the_standard_input(server: Running, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dragoman", "batch", "submit", "-", "--url", server.url, "--api-key", KEY, "--wait"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        input=jsonl([chat_line("a")]),
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(b"batch_")
+    assert b"1: 1 completed, 0 failed" in done.stderr
 
 
 def test_errors_are_one_line(server: Running, tmp_path: Path) -> None:
     assert "No such file" in refused(batch(server, tmp_path, "submit", "absent.jsonl"))
+    assert "the file is empty" in refused(batch(server, tmp_path, "submit", write(tmp_path), "--endpoint", "/v1/x"))
+    assert "the first line is not valid JSON" in refused(batch(server, tmp_path, "submit", write(tmp_path, b"text")))
     assert "give --endpoint" in refused(batch(server, tmp_path, "submit", write(tmp_path, b"{}")))
     assert "completion_window" in refused(
         batch(server, tmp_path, "submit", write(tmp_path, chat_line("a")), "--window", "soon")

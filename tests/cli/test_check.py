@@ -68,6 +68,11 @@ ERRORS = {
         "2: models.a: the environment variable NO_SUCH_KEY has no key for http://c"
     ],
     "strict: true\nevent_log: none/e.jsonl\n": ["2: event_log: there is no folder none"],
+    "storage: mysql://x:secret@h/y\n": [
+        "1: storage: expected memory, a path, or postgresql://USER:PASSWORD@HOST:PORT/NAME"
+    ],
+    "port: 1\nstorage: {address: 'sqlite:///x.db'}\n": ["2: storage: expected memory, a path, or postgresql://"],
+    "storage: .\n": ["1: storage: . is a folder; expected a file"],
     "event_log: .\n": ["1: event_log: . is a folder; expected a file"],
     "socket: none/s\n": ["1: socket: there is no folder none"],
     "keys:\n  store: none/k.db\n": ["2: keys.store: there is no folder none; `dragoman keys create NAME` makes it"],
@@ -212,6 +217,16 @@ def test_warning_about_isolate_without_keys(check: Check) -> None:
         f"{WARNING}1: models.smollm2.isolate: has no effect without API keys: all callers share one identity"
     ]
     assert check(written + "api_keys: [secret]\n") == []
+
+
+def test_warnings_about_prices_and_costs_without_effect(check: Check) -> None:
+    models = "models: {a: {engine: scripted}}\nmodels_dir: []\n"
+    assert check(
+        f"{models}prices:\n  A: {{input: 1}}\n  'b*': {{input: 1}}\nbudgets: [{{principal: x, per: day, cost: 1}}]\n"
+    ) == [f"{WARNING}5: prices.b*: matches no configured model; names of aliases do not count"]
+    assert check(
+        f"{models}budgets:\n  - {{principal: x, per: day, tokens: 1}}\n  - {{principal: x, per: day, cost: 1}}\n"
+    ) == [f"{WARNING}5: budgets[1].cost: has no effect without `prices`: all requests cost nothing"]
 
 
 def test_warning_about_too_many_workers(check: Check) -> None:

@@ -166,7 +166,7 @@ def test_key_without_admin_scope_can_only_list(tmp_path: Path) -> None:
         assert listed(tmp_path, "--api-key", plain)["one"]["slots"] is None
         assert listed(tmp_path, "--api-key", operator)["one"]["slots"] == 3
         words = refused(run(tmp_path, "models", "unload", "one", "--api-key", plain))
-        assert "403 Forbidden: this key may not use admin routes; it allows: chat" in words
+        assert "403 Forbidden: this key may not use admin routes; it allows: batches, chat" in words
         assert run(tmp_path, "models", "unload", "one", "--api-key", operator).stdout == "one: cold\n"
 
 

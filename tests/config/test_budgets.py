@@ -47,3 +47,10 @@ def test_budgets_and_prices() -> None:
 def test_invalid_budgets_and_prices(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         load(text)
+
+
+def test_invalid_limit_of_a_budget_is_one_error() -> None:
+    with pytest.raises(ConfigError) as failure:
+        load("budgets: [{principal: a, per: day, tokens: -5}]")
+    (message,) = failure.value.messages
+    assert message.endswith("budgets[0].tokens: expected int >= 1")

@@ -511,3 +511,10 @@ def test_storage_keeps_things_for_written_times() -> None:
     assert (keep.responses, keep.files, keep.batches) == (43200, 7 * 86400, 30 * 86400)
     with pytest.raises(ConfigError, match=r"storage\.keep\.files: expected a time"):
         load("storage: {keep: {files: long}}")
+
+
+@pytest.mark.parametrize("time", ["forever", "400d", "-1"])
+def test_storage_keeps_nothing_forever(time: str) -> None:
+    expected = r"storage\.keep\.usage: expected a time such as 300, 10m, 2h or 30d, of at most 366d$"
+    with pytest.raises(ConfigError, match=expected):
+        load(f"storage: {{keep: {{usage: {time}}}}}")

@@ -93,6 +93,24 @@ def test_bad_line_is_reported_with_its_number(text: bytes, code: str, param: str
     assert encoded == {"id": "batch_req_0a_2", "custom_id": name, "response": None, "error": error}
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"custom_id":"\xff"}', "line 1: the line is not valid UTF-8"),
+        (b'{"custom_id":"a","method":"POST","url":"/v1/chat/completions","body":{"model":"\xff"}}', "not valid UTF-8"),
+        (line(method="GET"), "method: expected 'POST', the only method that is possible"),
+        (line(""), "custom_id: expected a string of 1 to 512 characters"),
+        (line(custom_id=7), "custom_id: expected a string of 1 to 512 characters"),
+        (b"{}", "custom_id: required, but missing"),
+    ],
+)
+def test_message_about_a_bad_line(text: bytes, message: str) -> None:
+    (bad,) = read(text)
+    assert bad.error is not None
+    assert bad.error.message.startswith("line 1: ")
+    assert bad.error.message.endswith(message)
+
+
 def test_second_use_of_a_custom_id_is_an_error() -> None:
     first, bad, second = read(b"\n".join([line("a"), line("a"), line("A")]))
     assert (first.error, second.error) == (None, None)

@@ -165,6 +165,8 @@ def test_invalid_field_is_named_and_unknown_path_is_a_404(plain: httpx.Client) -
         ("", {"items": 5}, "items"),
         ("", {"items": [{"role": "bob", "content": "x"}]}, "items[0].role"),
         ("", {"items": [{"type": "item_reference", "id": "msg_1"}]}, "items[0].type"),
+        ("", {"items": [{"role": "user", "content": "x"}, {"type": "nonsense"}]}, "items[1].type"),
+        (f"/{made}/items", {"items": [{"type": "nonsense"}]}, "items[0].type"),
         ("", {"metadata": {"a": 5}}, "metadata.a"),
         ("", {"metadata": {"a": "x" * 513}}, "metadata.a"),
         ("", {"metadata": {"a" * 65: "x"}}, f"metadata.{'a' * 64}"),
@@ -177,6 +179,8 @@ def test_invalid_field_is_named_and_unknown_path_is_a_404(plain: httpx.Client) -
     ]
     for path, body, param in wrong:
         refused(plain.post(CONVERSATIONS + path, json=body), 400, param=param)
+    hosted = {"type": "web_search_call", "id": "ws_1", "status": "completed"}
+    assert plain.post(f"{CONVERSATIONS}/{made}/items", json={"items": [hosted]}).status_code == 200
     refused(plain.get(f"{CONVERSATIONS}/{made}/items?limit=0"), 400, param="limit")
     refused(plain.get(f"{CONVERSATIONS}/{made}/items?after=msg_none"), 404, param="after")
     for path in (f"/{made}/elsewhere", f"/{made}/items/", f"/{made}/items/a/b", "/%00"):

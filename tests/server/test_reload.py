@@ -275,6 +275,20 @@ def test_storage_that_another_server_uses_is_no_changed_setting(
         other.close()
 
 
+def test_default_storage_that_cannot_be_written_is_kept_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serving: Serving
+) -> None:
+    monkeypatch.setenv("DRAGOMAN_HOME", str(tmp_path))
+    Path(default_address()).mkdir()
+    config = {"models": {"first": SCRIPTED}, "storage": default_address()}
+    with serving(tmp_path, config) as running, talking(running) as client:
+        log = running.log.read_text()
+        assert "cannot be opened: " in log
+        assert "--storage PATH" in log
+        assert "keeps its state in memory" in log
+        assert ask(client, CHAT).status_code == 200
+
+
 def test_reload_applies_the_size_limit_to_conversations_and_lines_of_batches(server: Running) -> None:
     long = "x" * 3000
     item = {"role": "user", "content": long}

@@ -55,5 +55,7 @@ def test_contents_of_a_database_in_memory_are_temporary() -> None:
 
 def test_content_that_does_not_fit_is_unavailable(tmp_path: Path) -> None:
     (tmp_path / "blobs").write_bytes(b"a file where the directory should be")
-    with pytest.raises(StorageUnavailable, match="cannot be stored now"):
+    with pytest.raises(
+        StorageUnavailable, match=r"cannot be stored now .the path of the server's blobs is not a directory"
+    ):
         BlobStore(tmp_path / "blobs").add(b"hello")

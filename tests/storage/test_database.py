@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import signal
 import sqlite3
 import subprocess
@@ -6,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import psycopg
@@ -13,7 +15,7 @@ import pytest
 from sqlalchemy import Connection, insert, select, text, update
 
 from dragoman.core.errors import ConfigError, StorageUnavailable
-from dragoman.storage.database import Database, StorageInUse
+from dragoman.storage.database import Database, StorageInUse, StorageNotWritable
 from dragoman.storage.servers import is_dead
 from dragoman.storage.tables import conversations, metadata, migrate, servers
 from tests.support.postgres import Postgres
@@ -158,6 +160,42 @@ def test_file_belongs_to_one_server(tmp_path: Path) -> None:
     first.close()
     second.open()
     second.close()
+
+
+def test_file_that_cannot_be_written_has_its_own_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageNotWritable, match="cannot be opened: "):
+        Database(str(tmp_path / "file" / "dragoman.db")).open()
+    (tmp_path / "other.db").write_bytes(b"not a database" * 100)
+    with pytest.raises(ConfigError) as failure:
+        Database(str(tmp_path / "other.db")).open()
+    assert not isinstance(failure.value, StorageNotWritable)
+
+
+async def test_log_has_one_line_for_the_begin_of_an_outage_and_one_for_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(connection: Connection) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def lines() -> list[str]:
+        return [record.message.removeprefix(f"the storage {path} ") for record in caplog.records]
+
+    path = tmp_path / "dragoman.db"
+    begin, end = "is not available: No space left on device", "works again"
+    database = Database(str(path))
+    for change in (fail, adding("one"), fail, adding("two")):
+        with nullcontext() if change is not fail else pytest.raises(StorageUnavailable):
+            await database.write(change)
+    assert lines() == [begin]
+    monkeypatch.setattr("dragoman.storage.database.OUTAGE_SECONDS", 0.0)
+    await database.write(adding("three"))
+    await database.write(adding("four"))
+    assert lines() == [begin, end]
+    with pytest.raises(StorageUnavailable):
+        await database.write(fail)
+    assert lines() == [begin, end, begin]
+    database.close()
 
 
 async def test_locked_file_is_unavailable_until_it_is_free(tmp_path: Path) -> None:

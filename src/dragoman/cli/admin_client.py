@@ -21,6 +21,7 @@ TIMEOUT_SECONDS = 10
 LOAD_TIMEOUT_SECONDS = 600
 """Loading a model may take minutes."""
 UNIX = "unix:"
+URL_VARIABLE = "DRAGOMAN_URL"
 ADMIN = "/admin/"
 OR_SAME_USER = ", or, if the server has no keys, run this as the user who runs the server"
 API = "/v1"
@@ -100,19 +101,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that select the server."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--config", metavar="FILE", help="a configuration file (YAML or JSON)")
-    group.add_argument("--url", help="the address of a running server, or unix:PATH")
+    group.add_argument("--url", help=f"the address of a running server, or unix:PATH (${URL_VARIABLE})")
     parser.add_argument("--api-key", metavar="KEY", help="a key for that server")
 
 
+def names_url(arguments: argparse.Namespace) -> bool:
+    """Whether the server is named by its URL, in a flag or in the environment."""
+    return arguments.url is not None or (arguments.config is None and bool(os.environ.get(URL_VARIABLE)))
+
+
 def from_arguments(arguments: argparse.Namespace) -> AdminClient:
+    if not names_url(arguments):
+        return from_settings(load_config(arguments.config).settings, arguments.api_key)
+    key = arguments.api_key or os.environ.get("DRAGOMAN_API_KEY")
     if arguments.url is not None:
-        return from_url(arguments.url, arguments.api_key or os.environ.get("DRAGOMAN_API_KEY"))
-    return from_settings(load_config(arguments.config).settings, arguments.api_key)
+        return from_url(arguments.url, key)
+    return from_url(os.environ[URL_VARIABLE], key, f"${URL_VARIABLE}")
 
 
-def from_url(url: str, key: str | None) -> AdminClient:
-    """Accepts the address of the server, of its API, or `unix:PATH`."""
-    address = f"--url {remove_credentials(url)}"
+def from_url(url: str, key: str | None, name: str = "--url") -> AdminClient:
+    """Accepts the address of the server, of its API, or `unix:PATH`. `name` says where it was given."""
+    address = f"{name} {remove_credentials(url)}"
     if url.startswith(UNIX):
         path = url.removeprefix(UNIX)
         where, http = _local_server("http://localhost", None, path)
@@ -120,7 +129,7 @@ def from_url(url: str, key: str | None) -> AdminClient:
     try:
         where = parse_address(url)
     except ConfigError as error:
-        raise ConfigError(f"--url {error}, or {UNIX}PATH") from error
+        raise ConfigError(f"{name} {error}, or {UNIX}PATH") from error
     port = urllib.parse.urlsplit(where.root).port
     token = find_admin_token(where.host, port) if where.is_loopback and port is not None else None
     import httpx

@@ -2,11 +2,13 @@
 
 import argparse
 import json
-import os
+import shutil
 import sys
+import tempfile
 import time
 import urllib.parse
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +25,7 @@ EXAMPLES = """\
 examples:
   dragoman batch submit requests.jsonl --wait          run all requests of the file, and show the progress
   dragoman batch submit requests.jsonl --window 7d     requests without an answer after a week expire
+  ./requests.py | dragoman batch submit -              read the requests from the standard input
   dragoman batch status                                list the batches
   dragoman batch status batch_0123456789ab             show one batch
   dragoman batch results batch_0123456789ab -o out.jsonl
@@ -33,11 +36,13 @@ The commands talk to the server at --url or $DRAGOMAN_URL, or to that of the con
 key, give one in --api-key or $DRAGOMAN_API_KEY.
 """
 PATH, FILES = "/v1/batches", "/v1/files"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 POLL_SECONDS = 1.0
 MAX_OUTAGE_SECONDS = 120.0
 """How long `--wait` waits for a server that does not answer, such as one that restarts."""
 BAR_WIDTH = 30
 LIST_LIMIT = 20
+STDIN = "-"
 
 
 class _Line(msgspec.Struct):
@@ -49,7 +54,7 @@ def add(commands: Commands) -> None:
     parser = add_command(commands, "batch", "run files of requests", description, EXAMPLES)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
     submit = _add_action(actions, "submit", "submit a file of requests", _submit)
-    submit.add_argument("file", metavar="FILE", help="requests as JSON lines")
+    submit.add_argument("file", metavar="FILE", help="requests as JSON lines; - is the standard input")
     submit.add_argument("--endpoint", metavar="PATH", help="the `url` of all requests (that of the first one)")
     submit.add_argument("--window", metavar="TIME", default=DEFAULT_WINDOW, help=f"24h, 7d ({DEFAULT_WINDOW})")
     submit.add_argument("--wait", action="store_true", help="wait for the end; exit code 1 if a request failed")
@@ -74,43 +79,67 @@ def _add_action(actions: Commands, name: str, summary: str, run: Any) -> argpars
     return parser
 
 
-def _connect(arguments: argparse.Namespace) -> AdminClient:
-    if arguments.url is None and arguments.config is None:
-        arguments.url = os.environ.get("DRAGOMAN_URL")
-    return admin_client.from_arguments(arguments)
-
-
 def _submit(arguments: argparse.Namespace) -> int:
-    path = Path(arguments.file)
+    name = "the input" if arguments.file == STDIN else arguments.file
     try:
-        endpoint = arguments.endpoint or _first_url(path)
-        server = _connect(arguments)
-        with path.open("rb") as content:
-            file = server.upload(FILES, {"purpose": "batch"}, path.name, content)
+        with _open_input(arguments.file) as content:
+            endpoint = _find_endpoint(content, name, arguments.endpoint)
+            server = admin_client.from_arguments(arguments)
+            file = server.upload(FILES, {"purpose": "batch"}, _upload_name(arguments.file), content)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error
+        raise ConfigError(f"{name}: {error.strerror or error}") from error
     fields = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": arguments.window}
     batch = server.post(PATH, fields)
     if not arguments.wait:
         _print(batch, arguments, batch["id"])
         return 0
-    print_progress(batch["id"])
+    if arguments.json:
+        print_progress(batch["id"])
+    else:
+        print(batch["id"], flush=True)
     try:
         batch = _wait(server, batch["id"])
     except KeyboardInterrupt:
         print_progress(f"\nthe batch continues; see dragoman batch status {batch['id']}")
         raise
-    _print(batch, arguments, _describe(batch))
+    if arguments.json:
+        print(json.dumps(batch, indent=2))
+    else:
+        print_progress(_describe(batch))
     return int(batch["status"] != "completed" or batch["request_counts"]["failed"] > 0)
 
 
-def _first_url(path: Path) -> str:
-    with path.open("rb") as lines:
-        first = next((line for line in lines if line.strip()), b"")
+@contextmanager
+def _open_input(file: str) -> Generator[IO[bytes]]:
+    """Open the file, or a copy of the standard input, which is read twice."""
+    if file != STDIN:
+        with Path(file).open("rb") as content:
+            yield content
+        return
+    with tempfile.TemporaryFile() as copy:
+        shutil.copyfileobj(sys.stdin.buffer, copy)
+        copy.seek(0)
+        yield copy
+
+
+def _upload_name(file: str) -> str:
+    return "stdin.jsonl" if file == STDIN else Path(file).name
+
+
+def _find_endpoint(content: IO[bytes], name: str, given: str | None) -> str:
+    """Return the given endpoint, or the `url` of the first line. The input is at its beginning again then."""
+    first = next((line for line in content if line.strip()), b"").removeprefix(BYTE_ORDER_MARK)
+    content.seek(0)
+    if not first:
+        raise ConfigError(f"{name}: the file is empty; expected one request on each line")
+    if given is not None:
+        return given
     try:
         return msgspec.json.decode(first, type=_Line).url
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name}: the first line has no `url`; give --endpoint") from error
     except DECODE_ERRORS as error:
-        raise ConfigError(f"{path}: the first line has no `url`; give --endpoint") from error
+        raise ConfigError(f"{name}: the first line is not valid JSON; expected one request on each line") from error
 
 
 def _wait(server: AdminClient, batch_id: str) -> Any:
@@ -142,7 +171,7 @@ def _progress(batch: Any) -> str:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    server = _connect(arguments)
+    server = admin_client.from_arguments(arguments)
     if arguments.id is not None:
         batch = server.get(_path(arguments.id))
         _print(batch, arguments, _describe(batch))
@@ -176,7 +205,7 @@ def _describe(batch: Any) -> str:
 
 
 def _fetch(arguments: argparse.Namespace) -> int:
-    server = _connect(arguments)
+    server = admin_client.from_arguments(arguments)
     batch = server.get(_path(arguments.id))
     if batch["status"] not in FINAL_STATES:
         raise ConfigError(f"{batch['id']} has no results yet; it is {batch['status']}")
@@ -198,7 +227,7 @@ def _fetch(arguments: argparse.Namespace) -> int:
 
 
 def _cancel(arguments: argparse.Namespace) -> int:
-    batch = _connect(arguments).post(f"{_path(arguments.id)}/cancel", {})
+    batch = admin_client.from_arguments(arguments).post(f"{_path(arguments.id)}/cancel", {})
     _print(batch, arguments, f"{batch['id']}: {batch['status']}")
     return 0
 

@@ -24,8 +24,8 @@ examples:
   dragoman chat --tools ./tools.py           the model may call the public functions of this file
   echo 'Why is the sky blue?' | dragoman chat > answer.txt
 
-The key may also be in $DRAGOMAN_API_KEY. The input history is stored in chat_history in ~/.dragoman or
-$DRAGOMAN_HOME. $NO_COLOR disables colors.
+The address may also be in $DRAGOMAN_URL, the key in $DRAGOMAN_API_KEY. The input history is stored in chat_history in
+~/.dragoman or $DRAGOMAN_HOME. $NO_COLOR disables colors.
 """
 HISTORY_LINES = 1000
 """The exit code that a shell reports for a closed pipe."""
@@ -34,7 +34,8 @@ HISTORY_LINES = 1000
 def add(commands: Commands) -> None:
     description = "Talk to a model of any running server that speaks the OpenAI or Anthropic API."
     parser = add_command(commands, "chat", "talk to a model", description, EXAMPLES)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the address of the server (%(default)s)")
+    url = os.environ.get("DRAGOMAN_URL") or "http://127.0.0.1:8000"
+    parser.add_argument("--url", default=url, help="the address of the server ($DRAGOMAN_URL, %(default)s)")
     parser.add_argument("--model", metavar="NAME", help="the model (the first that the server lists)")
     parser.add_argument("--system", metavar="TEXT", default="", help="the system prompt")
     parser.add_argument("--tools", metavar="FILE.py", help="a file whose public functions the model may call")

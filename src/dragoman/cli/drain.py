@@ -15,8 +15,8 @@ examples:
   dragoman drain smollm2 http://10.0.0.12:8000 --undo     send requests there again
 
 The upstream server can be stopped when its state changes from `draining` to `drained`. Write URL as in the
-configuration. The command talks to the Dragoman at --url, or to the one of the configuration file, which is found as
-for `dragoman serve`. The key, from --api-key or $DRAGOMAN_API_KEY, needs the scope `admin`.
+configuration. The command talks to the Dragoman at --url or $DRAGOMAN_URL, or to the one of the configuration
+file, which is found as for `dragoman serve`. The key, from --api-key or $DRAGOMAN_API_KEY, needs the scope `admin`.
 """
 
 

@@ -5,21 +5,18 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 import msgspec
 
 from dragoman.cli import usage
 from dragoman.cli.common import Commands, add_command, add_repeatable, format_table, load_config
-from dragoman.config.quantities import parse_duration
+from dragoman.config.quantities import parse_finite_duration
 from dragoman.config.sections import BudgetLimit, KeyLimits
-from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.core.types import Priority, RouteScope
-from dragoman.files.discovery import list_names
 from dragoman.storage.key_uses import read_uses
 from dragoman.storage.keys import KEY_ID, ApiKey, KeyStore, parse_principal, store_path
 
@@ -40,7 +37,7 @@ that `keys.store` of the configuration names. Once a key exists, the server requ
 the last one is revoked. To serve callers without a key again, set `keys.anonymous`, or delete the file and restart.
 """
 DAY = 24 * 3600
-DEFAULT_GRACE, MAX_GRACE = "1d", 366 * DAY
+DEFAULT_GRACE = "1d"
 ANONYMOUS_HINT = (
     "To serve callers without a key again, set `keys.anonymous: true` and reload, "
     "or stop the server and delete the file."
@@ -134,18 +131,18 @@ def _parse_days(text: str) -> float:
 
 def _parse_grace(text: str) -> float:
     try:
-        seconds = parse_duration(text)
+        return parse_finite_duration(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    if seconds > MAX_GRACE:
-        raise argparse.ArgumentTypeError(f"expected at most {MAX_GRACE // DAY:.0f}d")
-    return seconds
 
 
 def create(arguments: argparse.Namespace) -> int:
     rates = arguments.concurrency, arguments.requests_per_minute, arguments.tokens_per_minute
     limits = KeyLimits(*rates, tuple(arguments.budget), arguments.priority)
     settings = load_config(arguments.config).settings
+    # Imported here: the other commands start faster without it.
+    from dragoman.server.preflight_checks import find_unknown_models
+
     store = KeyStore(store_path(settings.keys))
     before = store.all()
     secret, key = store.create(
@@ -159,21 +156,10 @@ def create(arguments: argparse.Namespace) -> int:
         _note(f"{key.principal} had a key before; the new key can read the responses and files of that principal")
     if not (before or settings.api_keys or settings.keys.jwt or settings.keys.anonymous):
         _note(f"this is the first key: from now on, a server with this configuration requires a key. {ANONYMOUS_HINT}")
-    for pattern in _unknown_models(settings, arguments.model):
+    for pattern in find_unknown_models(settings, arguments.model):
         _note(f"warning: --model {pattern!r} matches no configured model; names of aliases do not count")
     print(json.dumps({"key": secret, **_key_fields(key, {})}, indent=2) if arguments.json else secret)
     return 0
-
-
-def _unknown_models(settings: Settings, patterns: Sequence[str]) -> list[str]:
-    """The patterns that match no model. Without any configured model, the flags of the server name them."""
-    names = {name.lower() for spec in settings.models for name in spec.names} | list_names(settings.folders)
-    opened = [f"{spec.name.lower()}/" for spec in settings.models if spec.is_open]
-
-    def is_known(pattern: str) -> bool:
-        return any(fnmatchcase(name, pattern) for name in names) or pattern.startswith(tuple(opened))
-
-    return [pattern for pattern in patterns if names and not is_known(pattern.lower())]
 
 
 def list_keys(arguments: argparse.Namespace) -> int:

@@ -29,9 +29,10 @@ examples:
   dragoman models --url http://127.0.0.1:8000    the models of this server
   dragoman models load mine                      load a model before the first request; `unload` frees its memory
 
-Without --config the file is found as for `dragoman serve`. If a server runs at the address in it, its models are
-listed; otherwise, or with --configured, those of the file. If the server requires a key, give --api-key or set
-$DRAGOMAN_API_KEY. Memory, slots, load and unload need a key with the scope `admin`.
+Without --url the server is that of $DRAGOMAN_URL, or of the configuration file, which is found as for `dragoman serve`.
+If no server runs at the address in the file, or with --configured, the models of the file are listed. If the server
+requires a key, give --api-key or set $DRAGOMAN_API_KEY. Memory, slots, load and unload need a key with the scope
+`admin`.
 """
 ADMIN_FIELDS = ("memory", "slots", "tokens_per_second")
 
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list_rows(arguments: argparse.Namespace) -> list[Row]:
-    if arguments.url is not None:
+    if not arguments.configured and admin_client.names_url(arguments):
         return _list_served(admin_client.from_arguments(arguments))
     settings = load_config(arguments.config).settings
     server = admin_client.from_settings(settings, arguments.api_key)

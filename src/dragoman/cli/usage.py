@@ -35,9 +35,9 @@ examples:
   dragoman usage --since 2027-01-01 --by key,principal,model,day --json
   dragoman usage --url http://127.0.0.1:8000      of this server
 
-Days begin at midnight UTC. Without --url, the server of the configuration is asked. If it does not run, the storage of
-the configuration is read. If the server requires a key, give one with the scope `admin`: --api-key or
-$DRAGOMAN_API_KEY.
+Days begin at midnight UTC. The server at --url or $DRAGOMAN_URL is asked, or that of the configuration. If that does
+not run, the storage of the configuration is read. If the server requires a key, give one with the scope `admin`:
+--api-key or $DRAGOMAN_API_KEY.
 """
 COUNT_HEADS = ("requests", "prompt", "cached", "completion", "reasoning", "cost")
 
@@ -75,7 +75,7 @@ def find_report(arguments: argparse.Namespace, by: str) -> UsageReport:
         query = decode_usage_query(fields, today)
     except BadRequest as error:
         raise ConfigError(f"--{error.message}") from error
-    if arguments.url is not None:
+    if arguments.storage is None and admin_client.names_url(arguments):
         return _ask(admin_client.from_arguments(arguments), fields)
     settings = load_config(arguments.config, arguments.storage).settings
     server = admin_client.from_settings(settings, arguments.api_key)

@@ -92,7 +92,7 @@ class ConfigFile:
         return self._convert(value, target, key) if len(self._errors) == before else None
 
     def _convert_struct(self, values: dict[str, Any], struct: type[msgspec.Struct], key: str) -> Any:
-        fields = msgspec.structs.fields(struct)
+        fields, before = msgspec.structs.fields(struct), len(self._errors)
         if struct.__struct_config__.forbid_unknown_fields:
             self.check_keys(values, struct.__struct_fields__, key)
         valid = {}
@@ -103,8 +103,15 @@ class ConfigFile:
                     valid[field.name] = converted
             elif field.required:
                 self.add_error(key, f"{field.name} is missing")
-        is_complete = all(field.name in valid for field in fields if field.required)
-        return self._convert(valid, struct, key) if is_complete else None
+        if not all(field.name in valid for field in fields if field.required):
+            return None
+        if len(self._errors) == before:
+            return self._convert(valid, struct, key)
+        try:
+            return msgspec.convert(valid, struct)
+        except msgspec.ValidationError:
+            # The rest lacks the fields with the errors that were reported.
+            return None
 
     def _convert(self, value: Any, target: Any, key: str) -> Any:
         try:

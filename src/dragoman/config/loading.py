@@ -34,7 +34,7 @@ from dragoman.config.config_file import ConfigFile, read_config_file, resolve_pa
 from dragoman.config.diagnostics import Locations, find_known_key
 from dragoman.config.model_spec import MODEL_NAME, ModelSpec, model_from_flag, read_models
 from dragoman.config.models_yaml import read_models_yaml
-from dragoman.config.quantities import parse_duration, parse_size
+from dragoman.config.quantities import parse_duration, parse_finite_duration, parse_size
 from dragoman.config.sections import MEMORY, POSTGRES, parse_network
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
@@ -48,6 +48,7 @@ ALIAS_NAME = re.compile(r"(?!/)(?!.*\.\.)[A-Za-z0-9._:/*?-]+")
 HOST = re.compile(r"[A-Za-z0-9._:%-]+")
 HOST_NAME = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 ORIGIN = re.compile(rf"\*|null|[A-Za-z][A-Za-z0-9+.-]*://({HOST_NAME.pattern})(:[0-9]+)?/?")
+STORAGE_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 HTTP_URL = re.compile(r"https?://[^/?#\s]+(/\S*)?")
 
 
@@ -200,7 +201,7 @@ def _read_storage(file: ConfigFile, value: Any) -> dict[str, Any]:
     """The section `storage`, or its address alone. Without an address it is a file in the home directory."""
     section = {"address": value} if isinstance(value, str) else file.get_mapping({"storage": value}, "storage")
     keep = file.get_mapping(section, "keep")
-    times = {name: file.parse(time, parse_duration, f"storage.keep.{name}") for name, time in keep.items()}
+    times = {name: file.parse(time, parse_finite_duration, f"storage.keep.{name}") for name, time in keep.items()}
     names = ("file_bytes", "principal_bytes")
     sizes = {name: file.parse(section.get(name), parse_size, f"storage.{name}") for name in names}
     return {"address": default_address()} | section | sizes | {"keep": times}
@@ -218,6 +219,9 @@ def _check_texts(file: ConfigFile, settings: Settings) -> None:
     if traces is not None:
         address = "an address, as http://127.0.0.1:4318/v1/traces"
         texts.append(("telemetry.traces.endpoint", traces.endpoint, HTTP_URL, address))
+    if STORAGE_URL.match(settings.storage.address) and not settings.storage.address.startswith(POSTGRES):
+        # The address may have a password.
+        file.add_error("storage", f"expected {MEMORY}, a path, or {POSTGRES}USER:PASSWORD@HOST:PORT/NAME")
     for key, text, pattern, expected in texts:
         if not pattern.fullmatch(text):
             file.add_error(key, f"expected {expected}, got {text!r}")

@@ -11,6 +11,7 @@ import re
 from decimal import ROUND_HALF_UP, Decimal
 
 from dragoman.core.errors import ConfigError
+from dragoman.core.types import MAX_SECONDS
 
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 _THOUSANDS = {unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))}
@@ -42,6 +43,17 @@ def parse_duration(value: object) -> float:
     if parsed is None or (parsed[2] or "s") not in TIMES:
         raise ConfigError("expected a time such as 300, 10m, 2h or forever")
     return float(parsed[1]) * TIMES[parsed[2] or "s"]
+
+
+def parse_finite_duration(value: object) -> float:
+    """Parse a duration of at most 366 days."""
+    try:
+        seconds = parse_duration(value)
+    except ConfigError:
+        seconds = math.inf
+    if seconds > MAX_SECONDS:
+        raise ConfigError(f"expected a time such as 300, 10m, 2h or 30d, of at most {MAX_SECONDS / TIMES['d']:.0f}d")
+    return seconds
 
 
 def format_size(size: float) -> str:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dragoman.core.errors import DECODE_ERRORS, BadRequest, parse_validation_error, quote, truncate
+from dragoman.core.errors import DECODE_ERRORS, REQUIRED, BadRequest, parse_validation_error, quote, truncate
 from dragoman.core.events import Usage
 from dragoman.protocols.batches import MAX_LINES, Api, InputError
 from dragoman.protocols.errors import encode_anthropic_error
@@ -111,6 +111,22 @@ _decoders: dict[Api, msgspec.json.Decoder[Any]] = {
 _named, _body = msgspec.json.Decoder(_Named), msgspec.json.Decoder(_Body)
 
 
+_EXPECTED: dict[Api, dict[str, str]] = {
+    "openai": {
+        ".custom_id": f"expected a string of 1 to {OPENAI_NAME} characters",
+        ".method": "expected 'POST', the only method that is possible",
+    },
+    "anthropic": {".custom_id": f"expected 1 to {ANTHROPIC_NAME} letters, digits, '_' or '-'"},
+}
+NOT_UTF8 = "the line is not valid UTF-8"
+
+
+def _parse_field_error(api: Api, error: Exception) -> tuple[str, str]:
+    """Return the path of the invalid field of a line, and what is wrong."""
+    path, message = parse_validation_error(error)
+    return path, message if message == REQUIRED else _EXPECTED[api].get(path, message)
+
+
 class TooManyLines(BadRequest):
     pass
 
@@ -179,9 +195,10 @@ class LineReader:
         except DECODE_ERRORS as error:
             named = msgspec.structs.replace(line, custom_id=_find_name(text))
             if isinstance(error, msgspec.ValidationError):
-                path, message = parse_validation_error(error)
+                path, message = _parse_field_error(self._api, error)
                 return self._refuse(named, "invalid_request", message, path.removeprefix("."))
-            return self._refuse(named, "invalid_json_line", f"not valid JSON: {truncate(str(error))}")
+            reason = NOT_UTF8 if isinstance(error, UnicodeError) else f"not valid JSON: {truncate(str(error))}"
+            return self._refuse(named, "invalid_json_line", reason)
         line = msgspec.structs.replace(line, custom_id=parsed.custom_id)
         if isinstance(parsed, _OpenAILine) and parsed.url != self._endpoint:
             message = f"{quote(parsed.url)} is not the endpoint of this batch, {self._endpoint}"
@@ -198,7 +215,7 @@ class LineReader:
         try:
             body = _body.decode(_raw_body(parsed))
         except DECODE_ERRORS as error:
-            path, message = parse_validation_error(error)
+            path, message = ("", NOT_UTF8) if isinstance(error, UnicodeError) else parse_validation_error(error)
             return self._refuse(line, "invalid_request", message, field + path)
         for name_of_field in ("stream", "background"):
             if getattr(body, name_of_field):
@@ -228,7 +245,7 @@ class AnthropicLines:
         try:
             name = _decoders["anthropic"].decode(item).custom_id
         except DECODE_ERRORS as error:
-            inner, message = parse_validation_error(error)
+            inner, message = _parse_field_error("anthropic", error)
             raise BadRequest(f"{path}{inner}: {message}", param=f"{path}{inner}") from None
         digest = _digest(name)
         if digest in self._names:

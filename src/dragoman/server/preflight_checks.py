@@ -8,20 +8,22 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import msgspec
 
 from dragoman.config.diagnostics import Diagnostic, Level
+from dragoman.config.loading import default_address
 from dragoman.config.model_spec import ModelSpec
-from dragoman.config.sections import Keys, Tls
+from dragoman.config.sections import MEMORY, POSTGRES, BudgetLimit, Keys, Tls
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class
 from dragoman.engines.llama.hardware import cpus
 from dragoman.engines.llama.options import AUTO_LAYOUT_WARNING
-from dragoman.files.discovery import Discovery
+from dragoman.files.discovery import Discovery, list_names
 from dragoman.files.gguf import check_model
 from dragoman.models.catalog import scan_folders
 from dragoman.server.auth.jwt import JwtVerifier
@@ -101,6 +103,9 @@ def _check_files(settings: Settings) -> Iterator[Diagnostic]:
         yield from _check_tls(settings.tls)
     if settings.socket is not None and not Path(settings.socket).parent.is_dir():
         yield Diagnostic("socket", f"there is no folder {Path(settings.socket).parent}")
+    address = settings.storage.address
+    if address not in (MEMORY, default_address()) and not address.startswith(POSTGRES) and Path(address).is_dir():
+        yield Diagnostic("storage", f"{address} is a folder; expected a file")
     path = None if settings.event_log is None else Path(settings.event_log)
     if path is None:
         return
@@ -139,10 +144,41 @@ def _find_warnings(settings: Settings) -> Iterator[Diagnostic]:
     if isolated and not _has_keys(settings):
         message = "has no effect without API keys: all callers share one identity"
         yield from (Diagnostic(f"models.{name}.isolate", message, "warning") for name in isolated)
+    yield from _find_price_warnings(settings)
     workers = settings.workers or 1
     if workers > WORKERS_PER_CPU * cpus():
         message = f"{workers} processes are too many for {cpus()} CPUs; each needs {WORKER_MIB} MiB or more"
         yield Diagnostic("workers", message, "warning")
+
+
+def _find_price_warnings(settings: Settings) -> Iterator[Diagnostic]:
+    for pattern in find_unknown_models(settings, tuple(settings.prices)):
+        message = "matches no configured model; names of aliases do not count"
+        yield Diagnostic(f"prices.{pattern}", message, "warning")
+    if settings.prices:
+        return
+    limits: dict[str, Sequence[BudgetLimit]] = {
+        "budgets": settings.budgets,
+        "keys.limits.budgets": settings.keys.limits.budgets,
+    }
+    for key, budgets in limits.items():
+        for at, budget in enumerate(budgets):
+            if budget.cost is not None:
+                message = "has no effect without `prices`: all requests cost nothing"
+                yield Diagnostic(f"{key}[{at}].cost", message, "warning")
+
+
+def find_unknown_models(settings: Settings, patterns: Sequence[str]) -> list[str]:
+    """The patterns that match no model. Without any configured model, the flags of the server name them."""
+    names = {name.lower() for spec in settings.models for name in spec.names} | list_names(settings.folders)
+    opened = [f"{spec.name.lower()}/" for spec in settings.models if spec.is_open]
+
+    def is_known(pattern: str) -> bool:
+        if opened and pattern.startswith((*opened, "*")):
+            return True
+        return any(fnmatchcase(name, pattern) for name in names)
+
+    return [pattern for pattern in patterns if names and not is_known(pattern.lower())]
 
 
 def check_exposure(settings: Settings) -> None:

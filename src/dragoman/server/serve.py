@@ -30,13 +30,14 @@ from dragoman.server.hooks import Hooks
 from dragoman.server.http.server import HttpServer, SocketFile, bind_listeners, tune_memory
 from dragoman.server.preflight_checks import check_exposure, check_listen_address, find_diagnostics, with_hosts
 from dragoman.server.routes import ENGINES_ONLY, build_app
-from dragoman.storage.database import Database, StorageInUse
+from dragoman.storage.database import Database, StorageInUse, StorageNotWritable
 
 log = logging.getLogger("dragoman")
 
 RETRY_SECONDS = 0.2
 WATCH_SECONDS = 1.0
 MAX_WORKERS, CPUS_PER_WORKER = 4, 4
+STORAGE_HINT = "choose another file with --storage PATH, or keep the state in memory with --storage memory"
 
 
 def serve(
@@ -101,15 +102,16 @@ def run(
 
 def _with_usable_storage(settings: Settings) -> Settings:
     """Open the storage once, so that the server does not start with one that it cannot use. If another server uses the
-    default file, return settings with a storage in memory."""
+    default file, or it cannot be written, return settings with a storage in memory."""
     storage = settings.storage
     database = Database(storage.address)
     try:
         database.open()
-    except StorageInUse as error:
+    except (StorageInUse, StorageNotWritable) as error:
+        hint = f"; {STORAGE_HINT}" if isinstance(error, StorageNotWritable) else ""
         if storage.address != default_address():
-            raise
-        log.warning("%s. This server keeps its state in memory.", error)
+            raise ConfigError(f"{error}{hint}") from error
+        log.warning("%s%s. This server keeps its state in memory.", error, hint)
         return msgspec.structs.replace(settings, storage=msgspec.structs.replace(storage, address=MEMORY))
     finally:
         database.close()

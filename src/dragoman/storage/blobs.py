@@ -190,4 +190,6 @@ def _sync_directory(directory: Path) -> None:
 
 def _unavailable(error: OSError) -> StorageUnavailable:
     reason = error.strerror or str(error)
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        reason = "the path of the server's blobs is not a directory"
     return StorageUnavailable(f"the file cannot be stored now ({reason}); try again later", retry_after=RETRY_SECONDS)

@@ -20,6 +20,7 @@ import os
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
@@ -51,9 +52,12 @@ shorter than the time after which the others count as dead, because their heartb
 KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 15_000}
 """How soon a connection ends whose server does not answer any more. The system alone would wait for many minutes."""
 RETRY_SECONDS = 5.0
+OUTAGE_SECONDS = 10.0
+"""An outage is over when no use has failed for this long: on a full disk, small writes succeed between the others."""
 CONFLICTS = frozenset({"40001", "40P01"})
 """Postgres' codes for a transaction that would have succeeded without those of other servers at the same time."""
 CONFLICT_TRIES = 5
+NOT_WRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
 
 T = TypeVar("T")
 Query = Callable[[Connection], T]
@@ -71,6 +75,10 @@ class _Write(NamedTuple):
 
 class StorageInUse(ConfigError):
     """Another server has locked the file."""
+
+
+class StorageNotWritable(ConfigError):
+    """The file cannot be created or written."""
 
 
 class Database:
@@ -91,6 +99,10 @@ class Database:
         self._is_closed = False
         self.is_failing = False
         """Whether the last use failed."""
+        self._is_outage = False
+        """Whether the log says last that the storage is not available."""
+        self._failed = 0.0
+        """When the last use failed that did, by the monotonic clock."""
 
     @property
     def is_shared(self) -> bool:
@@ -111,8 +123,7 @@ class Database:
                 self._connect()
             except (SQLAlchemyError, OSError, ConfigError) as error:
                 self._disconnect()
-                kind = StorageInUse if isinstance(error, StorageInUse) else ConfigError
-                raise kind(f"the storage {self._shown} cannot be opened: {_reason(error)}") from error
+                raise _kind_of(error)(f"the storage {self._shown} cannot be opened: {_reason(error)}") from error
 
     async def read(self, query: Query[T]) -> T:
         if self.address == MEMORY:
@@ -258,13 +269,17 @@ class Database:
                 write.future.set_exception(failure)
             return True
         self.is_failing = False
+        if self._is_outage and time.monotonic() - self._failed >= OUTAGE_SECONDS:
+            self._is_outage = False
+            log.warning("the storage %s works again", self._shown)
         for write, result in zip(writes, results, strict=True):
             write.future.set_result(result)
         return True
 
     def _unavailable(self, error: Exception) -> StorageUnavailable:
-        if not self.is_failing:
-            self.is_failing = True
+        self.is_failing, self._failed = True, time.monotonic()
+        if not self._is_outage:
+            self._is_outage = True
             log.error("the storage %s is not available: %s", self._shown, _reason(error))
         failure = StorageUnavailable("the storage is not available; try again later", retry_after=RETRY_SECONDS)
         failure.__cause__ = error
@@ -291,6 +306,16 @@ def _concerns_database(error: Exception) -> bool:
 
 def _is_conflict(error: Exception) -> bool:
     return isinstance(error, DBAPIError) and getattr(error.orig, "sqlstate", None) in CONFLICTS
+
+
+def _kind_of(error: Exception) -> type[ConfigError]:
+    """The class of the error that is raised if the storage cannot be opened for this reason."""
+    if isinstance(error, StorageInUse):
+        return StorageInUse
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    # Extended codes have the code of their group in the lowest byte.
+    code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
+    return StorageNotWritable if isinstance(cause, OSError) or code in NOT_WRITABLE else ConfigError
 
 
 def _reason(error: Exception) -> str:

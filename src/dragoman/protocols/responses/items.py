@@ -96,6 +96,16 @@ WITH_TOOLS = ("additional_tools", TOOL_SEARCH_OUTPUT)
 UPDATE = "configuration_update"
 WITHOUT_CONTENT = ("additional_tools", UPDATE)
 """Items that are not part of the conversation."""
+WITH_CONTENT = ("message", "reasoning", "mcp_call")
+"""Items that the model sees, besides calls and their outputs."""
+SKIPPED = frozenset(
+    {
+        *("code_interpreter_call", "compaction", "computer_call", "computer_call_output", "file_search_call"),
+        *("image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_list_tools", "program"),
+        *("program_output", "web_search_call"),
+    }
+)
+"""Items of OpenAI's API that the models of this server do not see."""
 
 
 def kind_of(item: Item, path: str) -> str:
@@ -123,6 +133,11 @@ def locate(field: str | Sequence[dict[str, Any]], name: str = "input") -> list[L
 def check_count(count: int, name: str = "input") -> None:
     if count > MAX_ITEMS:
         raise BadRequest(f"{name}: {count} items; the maximum is {MAX_ITEMS}", param=name)
+
+
+def is_known(kind: str) -> bool:
+    """Whether items of this type can be stored. A request may contain others; they have no effect."""
+    return any(kind in known for known in (WITH_CONTENT, CALLS, OUTPUTS, WITHOUT_CONTENT, SKIPPED))
 
 
 def tools_of(items: Sequence[LocatedItem]) -> Iterator[tuple[str, list[dict[str, Any]]]]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from dragoman.core.errors import BadRequest
+from dragoman.core.errors import BadRequest, quote
 from dragoman.core.request import Asked
 from dragoman.protocols import json_body
 from dragoman.protocols.responses import items, tools
@@ -119,6 +119,8 @@ def _check_items(sent: Iterable[dict[str, Any]]) -> Sequence[Mapping[str, Any]]:
     for path, kind, _ in located:
         if kind == "item_reference":
             raise BadRequest(f"{path}: send the item itself, not a reference", param=f"{path}.type")
+        if not items.is_known(kind):
+            raise BadRequest(f"{path}.type: unknown type {quote(kind)} of an item", param=f"{path}.type")
     asked: list[Asked] = []
     items.decode(located, tools.decode((), items.tools_of(located), asked), asked)
     return [item for _, _, item in located]
