@@ -29,7 +29,7 @@ from dragoman.storage import batch_states
 from dragoman.storage.batch_states import StoredBatch, WrongState
 from dragoman.storage.blobs import Blob
 from dragoman.storage.database import Database
-from dragoman.storage.files import FileStore, StoredFile
+from dragoman.storage.files import FileStore, NewFile, StoredFile
 from dragoman.storage.servers import is_dead
 from dragoman.storage.tables import batch_lines as lines
 from dragoman.storage.tables import batches
@@ -109,8 +109,9 @@ class BatchStore:
         now, fields = time.time(), msgspec.structs.asdict(batch)
         blob, expires = fields.pop("blob"), now + fields.pop("seconds")
         batch_id = new_id(PREFIXES[batch.api])
+        kept_until = expires + SPARE_SECONDS
         source = self._files.draft(
-            SERVER_PRINCIPAL, batch_id, "batch", blob, expires + SPARE_SECONDS, owner=batch.principal
+            NewFile(SERVER_PRINCIPAL, batch_id, "batch", blob, kept_until, owner=batch.principal)
         )
         stored = StoredBatch(
             id=batch_id,

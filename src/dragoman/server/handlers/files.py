@@ -20,7 +20,7 @@ from dragoman.server.app import App
 from dragoman.server.base_app import BaseApp
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.storage.blob_streams import read_blob, write_blob
-from dragoman.storage.files import StoredFile
+from dragoman.storage.files import NewFile, StoredFile
 
 PATH = "/v1/files"
 FIELD = "file"
@@ -39,9 +39,8 @@ async def create(app: BaseApp, exchange: HttpExchange) -> None:
         fields = _decode_fields(app, exchange, form)
         blob = await sink.commit()
     expires = None if fields.seconds is None else time.time() + fields.seconds
-    principal = exchange.record.principal
-    file = await app.files.add(principal, form.file_name, fields.purpose, blob, expires, form.media_type)
-    await _send(exchange, file)
+    new = NewFile(exchange.record.principal, form.file_name, fields.purpose, blob, expires, form.media_type)
+    await _send(exchange, await app.files.add(new))
 
 
 def _decode_fields(
