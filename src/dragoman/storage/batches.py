@@ -30,6 +30,7 @@ from dragoman.storage.batch_states import StoredBatch, WrongState
 from dragoman.storage.blobs import Blob
 from dragoman.storage.database import Database
 from dragoman.storage.files import FileStore, NewFile, StoredFile
+from dragoman.storage.pages import select_page
 from dragoman.storage.servers import is_dead
 from dragoman.storage.tables import batch_lines as lines
 from dragoman.storage.tables import batches
@@ -153,12 +154,8 @@ class BatchStore:
     ) -> BatchPage:
         """Batches in the order of their creation, beginning after `after`."""
         query = select(batches).where(self._is_visible(principal, api))
-        if after is not None:
-            place, last = tuple_(batches.c.created, batches.c.id), (after.created, after.id)
-            query = query.where(place > last if order == "asc" else place < last)
-        columns = (batches.c.created, batches.c.id)
-        query = query.order_by(*(column.asc() if order == "asc" else column.desc() for column in columns))
-        rows = await self._database.read(lambda connection: connection.execute(query.limit(limit + 1)).all())
+        query = select_page(query, batches, limit, after, order)
+        rows = await self._database.read(lambda connection: connection.execute(query).all())
         return BatchPage([_batch(row) for row in rows[:limit]], len(rows) > limit)
 
     async def cancel(self, principal: str, api: Api, batch_id: str) -> StoredBatch | None:

@@ -14,16 +14,17 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, select, tuple_
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, select
 
 from dragoman.core.errors import StorageUnavailable, TooLarge
 from dragoman.core.ids import new_id
 from dragoman.protocols.files import BINARY, FileEntry, Order
 from dragoman.storage.blobs import RETRY_SECONDS, Blob, BlobStore
 from dragoman.storage.database import Database
+from dragoman.storage.pages import select_page
 from dragoman.storage.space import SpaceLimit
 from dragoman.storage.tables import files
 
@@ -43,7 +44,7 @@ class StoredFile(FileEntry, frozen=True, kw_only=True):
     """The principal whose space the file needs."""
 
 
-class FilePage(msgspec.Struct, frozen=True):
+class FilePage(NamedTuple):
     files: Sequence[StoredFile]
     has_more: bool
 
@@ -136,18 +137,12 @@ class FileStore:
         order: Order = "desc",
     ) -> FilePage:
         """Files in the order of their creation, beginning after `after`."""
-        place = tuple_(files.c.created, files.c.id)
         query = select(files).where(_is_visible(principal))
         if purpose is not None:
             query = query.where(files.c.purpose == purpose)
-        if after is not None:
-            last = (after.created, after.id)
-            query = query.where(place > last if order == "asc" else place < last)
-        columns = (files.c.created, files.c.id)
-        query = query.order_by(*(column.asc() if order == "asc" else column.desc() for column in columns))
-        query = query.limit(limit + 1)
+        query = select_page(query, files, limit, after, order)
         rows = await self._database.read(lambda connection: connection.execute(query).all())
-        return FilePage([_file(row) for row in rows[:limit]], has_more=len(rows) > limit)
+        return FilePage([_file(row) for row in rows[:limit]], len(rows) > limit)
 
     async def delete(self, principal: str, file_id: str) -> bool:
         """Return whether the file existed."""
