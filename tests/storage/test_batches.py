@@ -13,7 +13,7 @@ from dragoman.storage.batch_states import StoredBatch, WrongState
 from dragoman.storage.batches import FIRST, GROUP, SERVER_PRINCIPAL, BatchStore, NewBatch
 from dragoman.storage.blobs import BlobStore
 from dragoman.storage.database import Database
-from dragoman.storage.files import FileStore
+from dragoman.storage.files import FileStore, NewFile
 from dragoman.storage.tables import batch_lines, batches, servers
 from tests.support.postgres import Postgres
 
@@ -57,7 +57,7 @@ async def add_running(store: BatchStore, count: int = 3, **fields: object) -> St
 
 async def end(store: BatchStore, batch: StoredBatch) -> StoredBatch:
     principal = batch.principal if batch.api == "openai" else SERVER_PRINCIPAL
-    file = files_of(store).draft(principal, "out", "batch_output", files_of(store)._blobs.add(b"results"))
+    file = files_of(store).draft(NewFile(principal, "out", "batch_output", files_of(store)._blobs.add(b"results")))
     ended = await store.end(batch.id, file, None)
     assert ended is not None
     return ended
@@ -165,7 +165,7 @@ async def test_files_and_end_of_a_batch_appear_together_or_not_at_all(store: Bat
     batch = await add_running(store)
     await store.cancel("ann", "openai", batch.id)
     blob = blobs.add(b"results")
-    file = files_of(store).draft("ann", "out", "batch_output", blob)
+    file = files_of(store).draft(NewFile("ann", "out", "batch_output", blob))
     blobs.delete(blob.digest)
     with pytest.raises(StorageUnavailable):
         await store.end(batch.id, file, None)

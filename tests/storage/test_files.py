@@ -12,7 +12,7 @@ from sqlalchemy import Connection, event, func, select
 from dragoman.core.errors import StorageUnavailable
 from dragoman.storage.blobs import ORPHAN_SECONDS, BlobStore
 from dragoman.storage.database import Database
-from dragoman.storage.files import GROUP, FileStore, StoredFile
+from dragoman.storage.files import GROUP, FileStore, NewFile, StoredFile
 from dragoman.storage.tables import files as table
 from tests.support.postgres import Postgres
 
@@ -38,7 +38,7 @@ async def add(
     purpose: str = "batch",
     expires: float | None = None,
 ) -> StoredFile:
-    return await files.add(principal, name, purpose, blobs.add(content), expires)
+    return await files.add(NewFile(principal, name, purpose, blobs.add(content), expires))
 
 
 async def ids(files: FileStore, principal: str = "ann") -> list[str]:
@@ -78,7 +78,7 @@ async def test_file_whose_content_was_removed_meanwhile_is_refused(files: FileSt
     blob = blobs.add(b"hello")
     await files.delete("ann", first.id)
     with pytest.raises(StorageUnavailable, match="send it again"):
-        await files.add("bob", "b", "batch", blob)
+        await files.add(NewFile("bob", "b", "batch", blob))
     assert await ids(files, "bob") == []
     await add(files, blobs, principal="bob")
     assert len(await ids(files, "bob")) == 1
@@ -89,7 +89,7 @@ async def test_stored_files_have_their_content_while_equal_ones_come_and_go(file
         for _ in range(20):
             blob = await asyncio.to_thread(blobs.add, b"the same")
             try:
-                file = await files.add(principal, "a", "batch", blob)
+                file = await files.add(NewFile(principal, "a", "batch", blob))
             except StorageUnavailable:
                 continue
             assert blobs.has(file.digest)
@@ -112,7 +112,7 @@ async def test_servers_that_share_postgres_do_notremove_unused_contents_in_use(
         for _ in range(25):
             blob = await asyncio.to_thread(blobs.add, b"the same")
             try:
-                file = await files.add(principal, "a", "batch", blob)
+                file = await files.add(NewFile(principal, "a", "batch", blob))
             except StorageUnavailable:
                 continue
             for _ in range(3):
@@ -135,7 +135,7 @@ async def test_full_database_leaves_no_content(files: FileStore, blobs: BlobStor
     await database.write(lambda connection: connection.exec_driver_sql("PRAGMA max_page_count = 1"))
     blob = blobs.add(b"other")
     with pytest.raises(StorageUnavailable):
-        await files.add("ann", "long name" * 100_000, "batch", blob)
+        await files.add(NewFile("ann", "long name" * 100_000, "batch", blob))
     assert not blobs.has(blob.digest)
     assert await ids(files) == [kept.id]
 
@@ -211,7 +211,7 @@ async def test_expired_files_are_gone(files: FileStore, blobs: BlobStore, databa
 
 async def test_many_expired_files_are_removed(files: FileStore, blobs: BlobStore, database: Database) -> None:
     blob = blobs.add(b"hello")
-    adding = (files.add("ann", "a", "batch", blob, time.time() - 1) for _ in range(2 * GROUP + 1))
+    adding = (files.add(NewFile("ann", "a", "batch", blob, time.time() - 1)) for _ in range(2 * GROUP + 1))
     await asyncio.gather(*adding)
     await files.remove_expired()
     count = select(func.count()).select_from(table)

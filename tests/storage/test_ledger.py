@@ -22,8 +22,7 @@ from dragoman.core.errors import StorageUnavailable
 from dragoman.protocols.usage import day_of
 from dragoman.server.auth.callers import own_budgets
 from dragoman.server.telemetry.metrics import RequestRecord
-from dragoman.storage import ledger as ledger_module
-from dragoman.storage import ledger_sql
+from dragoman.storage import ledger_sql, ledger_writer
 from dragoman.storage.budgets import Owner
 from dragoman.storage.database import Database
 from dragoman.storage.ledger import Ledger
@@ -144,12 +143,12 @@ async def test_requests_that_end_during_a_write_wait_for_the_next_group(
     def submit(change: Callable[[Connection], T]) -> Any:
         database.submit = real  # type: ignore[method-assign]
         is_submitted.set()
-        monkeypatch.setattr(ledger_module, "WRITE_SECONDS", 3600.0)
+        monkeypatch.setattr(ledger_writer, "WRITE_SECONDS", 3600.0)
         ledger.open("req-2", ANNA, ["echo"], 1, 1)
         ledger.close(ended("req-2", prompt_tokens=2))
         return real(change)
 
-    monkeypatch.setattr(ledger_module, "WRITE_SECONDS", 0.01)
+    monkeypatch.setattr(ledger_writer, "WRITE_SECONDS", 0.01)
     ledger.open("req-1", ANNA, ["echo"], 1, 1)
     ledger.close(ended("req-1", prompt_tokens=1))
     database.submit = submit  # type: ignore[method-assign, assignment]
@@ -164,7 +163,7 @@ async def test_requests_that_end_during_a_write_wait_for_the_next_group(
 async def test_request_that_runs_long_is_written_while_it_runs(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_module, "WRITE_SECONDS", 0.01)
+    monkeypatch.setattr(ledger_writer, "WRITE_SECONDS", 0.01)
     ledger = open_ledger(database)
     ledger.open("req-1", ANNA, ["echo"], 100, 20)
     while not (found := await entries_in(database)):

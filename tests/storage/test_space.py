@@ -12,7 +12,7 @@ from dragoman.storage.batches import BatchStore, NewBatch
 from dragoman.storage.blobs import BlobStore
 from dragoman.storage.conversations import ConversationStore
 from dragoman.storage.database import Database
-from dragoman.storage.files import FileStore
+from dragoman.storage.files import FileStore, NewFile
 from dragoman.storage.response_values import EndedResponse, StoredItem, StoredResponse
 from dragoman.storage.responses import ResponseStore
 from dragoman.storage.space import SpaceLimit
@@ -31,7 +31,7 @@ class Stores:
         self.conversations = ConversationStore(database, DAY, None, MOST, limit)
 
     async def add_file(self, principal: str) -> None:
-        await self.files.add(principal, "a", "batch", self.blobs.add(LARGE + principal.encode()))
+        await self.files.add(NewFile(principal, "a", "batch", self.blobs.add(LARGE + principal.encode())))
 
     async def add_batch(self, principal: str) -> None:
         blob = self.blobs.add(LARGE + principal.encode())

@@ -41,7 +41,7 @@ from dragoman.server.telemetry.metrics import RequestRecord
 from dragoman.storage.blobs import NEW, ORPHAN_SECONDS, BlobStore, open_blobs
 from dragoman.storage.budgets import Owner, periods_at
 from dragoman.storage.database import Database
-from dragoman.storage.files import FileStore
+from dragoman.storage.files import FileStore, NewFile
 from dragoman.storage.ledger import Ledger
 from dragoman.storage.ledger_entries import LOST, Entry, sum_usage
 from dragoman.storage.ledger_sql import read_use
@@ -161,7 +161,7 @@ class Files(Writer):
             content = hashlib.sha256(b"%d" % seed).digest() * (1 + seed * 300)
             blob = await asyncio.to_thread(stores.blobs.add, content)
             try:
-                file = await stores.files.add("user:a", "a.txt", "user_data", blob)
+                file = await stores.files.add(NewFile("user:a", "a.txt", "user_data", blob))
             except StorageUnavailable:
                 # The last other file with this content was deleted meanwhile.
                 continue

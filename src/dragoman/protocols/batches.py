@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dragoman.core.errors import BadRequest
-from dragoman.protocols.files import ExpiresAfter
+from dragoman.protocols.files import ExpiresAfter, PageQuery
 from dragoman.protocols.openai import decode_limit
 
 Api = Literal["openai", "anthropic"]
@@ -102,16 +102,6 @@ class CreateFields(msgspec.Struct, frozen=True):
         return None if self.output_expires_after is None else self.output_expires_after.seconds
 
 
-class BatchQuery(msgspec.Struct, frozen=True):
-    """Which batches a list contains: `limit` of them after or before another one."""
-
-    limit: int
-    after: str | None = None
-    before: str | None = None
-    cursor: str = "after"
-    """The name of the parameter that `after` or `before` comes from."""
-
-
 def window_seconds(window: str) -> int:
     """The length of a completion window such as 24h or 7d."""
     parsed = _WINDOW.fullmatch(window)
@@ -122,15 +112,15 @@ def window_seconds(window: str) -> int:
     return seconds
 
 
-def decode_query(query: Mapping[str, str]) -> BatchQuery:
-    return BatchQuery(decode_limit(query, DEFAULT_PAGE, MAX_PAGE), query.get("after"))
+def decode_query(query: Mapping[str, str]) -> PageQuery:
+    return PageQuery(decode_limit(query, DEFAULT_PAGE, MAX_PAGE), after=query.get("after"))
 
 
-def decode_anthropic_query(query: Mapping[str, str]) -> BatchQuery:
+def decode_anthropic_query(query: Mapping[str, str]) -> PageQuery:
     limit = decode_limit(query, DEFAULT_PAGE, ANTHROPIC_MAX_PAGE)
     if "before_id" in query:
-        return BatchQuery(limit, before=query["before_id"], cursor="before_id")
-    return BatchQuery(limit, query.get("after_id"), cursor="after_id")
+        return PageQuery(limit, before=query["before_id"], cursor="before_id")
+    return PageQuery(limit, after=query.get("after_id"), cursor="after_id")
 
 
 def encode_batch(batch: BatchEntry) -> dict[str, Any]:

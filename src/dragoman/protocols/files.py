@@ -67,16 +67,19 @@ class AnthropicUploadFields(msgspec.Struct, frozen=True):
         return self.expires_in_seconds
 
 
-class FileQuery(msgspec.Struct, frozen=True):
-    """Which files a list contains: `limit` of them after or before another one."""
+class PageQuery(msgspec.Struct, frozen=True):
+    """Which objects a list contains: `limit` of them after or before another one."""
 
     limit: int
     order: Order = "desc"
-    purpose: str | None = None
     after: str | None = None
     before: str | None = None
     cursor: str = "after"
     """The name of the parameter that `after` or `before` comes from."""
+
+
+class FileQuery(PageQuery, frozen=True):
+    purpose: str | None = None
 
 
 def decode_query(query: Mapping[str, str]) -> FileQuery:
@@ -86,7 +89,7 @@ def decode_query(query: Mapping[str, str]) -> FileQuery:
     if purpose is not None and purpose not in PURPOSES:
         raise BadRequest(f"purpose: expected {list_choices(PURPOSES)}", param="purpose")
     limit = decode_limit(query, MAX_PAGE, MAX_PAGE)
-    return FileQuery(limit, "asc" if order == "asc" else "desc", purpose, query.get("after"))
+    return FileQuery(limit, "asc" if order == "asc" else "desc", query.get("after"), purpose=purpose)
 
 
 def decode_anthropic_query(query: Mapping[str, str]) -> FileQuery:

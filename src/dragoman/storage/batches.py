@@ -29,7 +29,8 @@ from dragoman.storage import batch_states
 from dragoman.storage.batch_states import StoredBatch, WrongState
 from dragoman.storage.blobs import Blob
 from dragoman.storage.database import Database
-from dragoman.storage.files import FileStore, StoredFile
+from dragoman.storage.files import FileStore, NewFile, StoredFile
+from dragoman.storage.pages import select_page
 from dragoman.storage.servers import is_dead
 from dragoman.storage.tables import batch_lines as lines
 from dragoman.storage.tables import batches
@@ -109,8 +110,9 @@ class BatchStore:
         now, fields = time.time(), msgspec.structs.asdict(batch)
         blob, expires = fields.pop("blob"), now + fields.pop("seconds")
         batch_id = new_id(PREFIXES[batch.api])
+        kept_until = expires + SPARE_SECONDS
         source = self._files.draft(
-            SERVER_PRINCIPAL, batch_id, "batch", blob, expires + SPARE_SECONDS, owner=batch.principal
+            NewFile(SERVER_PRINCIPAL, batch_id, "batch", blob, kept_until, owner=batch.principal)
         )
         stored = StoredBatch(
             id=batch_id,
@@ -152,12 +154,8 @@ class BatchStore:
     ) -> BatchPage:
         """Batches in the order of their creation, beginning after `after`."""
         query = select(batches).where(self._is_visible(principal, api))
-        if after is not None:
-            place, last = tuple_(batches.c.created, batches.c.id), (after.created, after.id)
-            query = query.where(place > last if order == "asc" else place < last)
-        columns = (batches.c.created, batches.c.id)
-        query = query.order_by(*(column.asc() if order == "asc" else column.desc() for column in columns))
-        rows = await self._database.read(lambda connection: connection.execute(query.limit(limit + 1)).all())
+        query = select_page(query, batches, limit, after, order)
+        rows = await self._database.read(lambda connection: connection.execute(query).all())
         return BatchPage([_batch(row) for row in rows[:limit]], len(rows) > limit)
 
     async def cancel(self, principal: str, api: Api, batch_id: str) -> StoredBatch | None:

@@ -14,16 +14,17 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, select, tuple_
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, select
 
 from dragoman.core.errors import StorageUnavailable, TooLarge
 from dragoman.core.ids import new_id
 from dragoman.protocols.files import BINARY, FileEntry, Order
 from dragoman.storage.blobs import RETRY_SECONDS, Blob, BlobStore
 from dragoman.storage.database import Database
+from dragoman.storage.pages import select_page
 from dragoman.storage.space import SpaceLimit
 from dragoman.storage.tables import files
 
@@ -43,23 +44,29 @@ class StoredFile(FileEntry, frozen=True, kw_only=True):
     """The principal whose space the file needs."""
 
 
-class FilePage(msgspec.Struct, frozen=True):
+class FilePage(NamedTuple):
     files: Sequence[StoredFile]
     has_more: bool
+
+
+class NewFile(msgspec.Struct, frozen=True):
+    """A file to add."""
+
+    principal: str
+    name: str
+    purpose: str
+    blob: Blob
+    expires: float | None = None
+    """A time; None means the default."""
+    media_type: str = BINARY
+    owner: str | None = None
+    """None means the principal."""
 
 
 class Files(Protocol):
     """The interface of the file store that front ends have too."""
 
-    async def add(
-        self,
-        principal: str,
-        name: str,
-        purpose: str,
-        blob: Blob,
-        expires: float | None = None,
-        media_type: str = BINARY,
-    ) -> StoredFile: ...
+    async def add(self, new: NewFile) -> StoredFile: ...
 
     async def find(self, principal: str, file_id: str) -> StoredFile | None: ...
 
@@ -74,22 +81,14 @@ class FileStore:
         self._blobs = blobs
         self._keep_seconds = keep_seconds
 
-    async def add(
-        self,
-        principal: str,
-        name: str,
-        purpose: str,
-        blob: Blob,
-        expires: float | None = None,
-        media_type: str = BINARY,
-    ) -> StoredFile:
-        """Add a file with a content that has just been written. `expires` is a time; None means the default."""
-        file = self.draft(principal, name, purpose, blob, expires, media_type)
+    async def add(self, new: NewFile) -> StoredFile:
+        """Add a file with a content that has just been written."""
+        file = self.draft(new)
         try:
             await self.take_space(file)
             await self._database.write(lambda connection: self.insert(connection, file))
         except (StorageUnavailable, TooLarge):
-            await self.remove_unused_contents([blob.digest])
+            await self.remove_unused_contents([file.digest])
             raise
         return file
 
@@ -98,29 +97,20 @@ class FileStore:
         if self.space is not None:
             await self.space.take(file.owner, file.size)
 
-    def draft(
-        self,
-        principal: str,
-        name: str,
-        purpose: str,
-        blob: Blob,
-        expires: float | None = None,
-        media_type: str = BINARY,
-        owner: str | None = None,
-    ) -> StoredFile:
-        """A file that is not stored yet. Without an `owner`, it is the principal."""
+    def draft(self, new: NewFile) -> StoredFile:
+        """A file that is not stored yet."""
         now = time.time()
         return StoredFile(
             id=new_id(PREFIX),
-            principal=principal,
+            principal=new.principal,
             created=now,
-            expires=now + self._keep_seconds if expires is None else expires,
-            name=name,
-            purpose=purpose,
-            media_type=media_type,
-            size=blob.size,
-            digest=blob.digest,
-            owner=principal if owner is None else owner,
+            expires=now + self._keep_seconds if new.expires is None else new.expires,
+            name=new.name,
+            purpose=new.purpose,
+            media_type=new.media_type,
+            size=new.blob.size,
+            digest=new.blob.digest,
+            owner=new.principal if new.owner is None else new.owner,
         )
 
     def insert(self, connection: Connection, file: StoredFile) -> None:
@@ -147,18 +137,12 @@ class FileStore:
         order: Order = "desc",
     ) -> FilePage:
         """Files in the order of their creation, beginning after `after`."""
-        place = tuple_(files.c.created, files.c.id)
         query = select(files).where(_is_visible(principal))
         if purpose is not None:
             query = query.where(files.c.purpose == purpose)
-        if after is not None:
-            last = (after.created, after.id)
-            query = query.where(place > last if order == "asc" else place < last)
-        columns = (files.c.created, files.c.id)
-        query = query.order_by(*(column.asc() if order == "asc" else column.desc() for column in columns))
-        query = query.limit(limit + 1)
+        query = select_page(query, files, limit, after, order)
         rows = await self._database.read(lambda connection: connection.execute(query).all())
-        return FilePage([_file(row) for row in rows[:limit]], has_more=len(rows) > limit)
+        return FilePage([_file(row) for row in rows[:limit]], len(rows) > limit)
 
     async def delete(self, principal: str, file_id: str) -> bool:
         """Return whether the file existed."""

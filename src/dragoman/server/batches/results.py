@@ -16,7 +16,7 @@ from dragoman.storage.batch_states import StoredBatch
 from dragoman.storage.batches import SERVER_PRINCIPAL, BatchStore
 from dragoman.storage.blob_streams import BlobSink, write_blob
 from dragoman.storage.blobs import BlobStore
-from dragoman.storage.files import FileStore, StoredFile
+from dragoman.storage.files import FileStore, NewFile, StoredFile
 
 PAGE = 32
 """Results that are in memory at once."""
@@ -58,7 +58,7 @@ class ResultWriter:
         keep_seconds = batch.output_seconds or self._store.keep_seconds
         principal = batch.principal if batch.api == "openai" else SERVER_PRINCIPAL
         file_name, expires = f"{batch.id}_{name}.jsonl", time.time() + keep_seconds
-        return self._files.draft(principal, file_name, PURPOSE, blob, expires, MEDIA_TYPE, batch.principal)
+        return self._files.draft(NewFile(principal, file_name, PURPOSE, blob, expires, MEDIA_TYPE, batch.principal))
 
 
 def _is_error(batch: StoredBatch, line: ResultLine) -> bool:

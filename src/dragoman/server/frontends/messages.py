@@ -43,8 +43,8 @@ from dragoman.server.background import BackgroundRequest
 from dragoman.server.model_lease import LeaseInfo, LeaseRequest
 from dragoman.server.telemetry.metrics import RequestRecord
 from dragoman.storage.batches import NewBatch
-from dragoman.storage.blobs import Blob
 from dragoman.storage.budgets import OwnedBudget
+from dragoman.storage.files import NewFile
 from dragoman.storage.response_values import EarlyEnd, EndedResponse, Recording, StoredResponse
 
 
@@ -163,7 +163,7 @@ ARGUMENTS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "read_response_events": msgspec.msgpack.Decoder(tuple[str, str, int]),
     "conversation_items": msgspec.msgpack.Decoder(tuple[str, str]),
     "start_background": msgspec.msgpack.Decoder(tuple[StoredResponse, BackgroundRequest, bytes]),
-    "add_file": msgspec.msgpack.Decoder(tuple[str, str, str, Blob, float | None, str]),
+    "add_file": msgspec.msgpack.Decoder(tuple[NewFile]),
     "find_file": msgspec.msgpack.Decoder(tuple[str, str]),
     "add_batch": msgspec.msgpack.Decoder(tuple[NewBatch]),
     "find_batch": msgspec.msgpack.Decoder(tuple[str, Api, str]),

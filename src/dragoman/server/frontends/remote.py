@@ -15,7 +15,6 @@ from dragoman.ipc.engine_client import EngineClient, ProxyEngine, RemoteStream, 
 from dragoman.ipc.framing import MessageConnection
 from dragoman.ipc.messages import Call, EngineInfo, MethodCall, PackedStep, Ping, Pong, decode_packed_step
 from dragoman.protocols.batches import Api
-from dragoman.protocols.files import BINARY
 from dragoman.server.background import BackgroundRequest
 from dragoman.server.frontends import messages
 from dragoman.server.frontends.messages import LeaseReply
@@ -24,8 +23,7 @@ from dragoman.server.model_lease import LeaseInfo, LeaseRequest, ModelLease
 from dragoman.server.telemetry.metrics import Metrics, RequestRecord
 from dragoman.storage.batch_states import StoredBatch
 from dragoman.storage.batches import NewBatch
-from dragoman.storage.blobs import Blob
-from dragoman.storage.files import StoredFile
+from dragoman.storage.files import NewFile, StoredFile
 from dragoman.storage.response_values import (
     EarlyEnd,
     EndedResponse,
@@ -234,17 +232,8 @@ class RemoteFiles:
     def __init__(self, parent: ParentConnection) -> None:
         self._parent = parent
 
-    async def add(
-        self,
-        principal: str,
-        name: str,
-        purpose: str,
-        blob: Blob,
-        expires: float | None = None,
-        media_type: str = BINARY,
-    ) -> StoredFile:
-        method_call = make_method_call("add_file", principal, name, purpose, blob, expires, media_type)
-        return await self._parent.call_method(method_call, StoredFile)
+    async def add(self, new: NewFile) -> StoredFile:
+        return await self._parent.call_method(make_method_call("add_file", new), StoredFile)
 
     async def find(self, principal: str, file_id: str) -> StoredFile | None:
         method_call = make_method_call("find_file", principal, file_id)

@@ -18,15 +18,17 @@ from dragoman.protocols import batches as wire
 from dragoman.protocols import json_body
 from dragoman.protocols.batch_lines import AnthropicLines
 from dragoman.protocols.batches import Api
+from dragoman.protocols.files import PageQuery
 from dragoman.protocols.item_scanner import ItemScanner
 from dragoman.server.app import App
 from dragoman.server.auth.callers import SavedCaller, scope_for_path
 from dragoman.server.base_app import BaseApp
+from dragoman.server.handlers.pages import read_page
 from dragoman.server.http.bodies import run_in_body_thread
 from dragoman.server.http.headers import check_media_type
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.storage.batch_states import StoredBatch
-from dragoman.storage.batches import SERVER_PRINCIPAL, BatchPage, NewBatch
+from dragoman.storage.batches import SERVER_PRINCIPAL, NewBatch
 from dragoman.storage.blob_streams import read_blob, write_blob
 from dragoman.storage.blobs import Blob
 
@@ -111,16 +113,10 @@ async def list_anthropic(app: App, exchange: HttpExchange) -> None:
     await exchange.response.send_json(wire.encode_anthropic_batches(*page))
 
 
-async def _page(app: App, exchange: HttpExchange, api: Api, query: wire.BatchQuery) -> BatchPage:
+async def _page(app: App, exchange: HttpExchange, api: Api, query: PageQuery) -> tuple[Sequence[StoredBatch], bool]:
     principal = exchange.record.principal
-    cursor = query.after if query.before is None else query.before
-    start = None if cursor is None else await app.batches.find(principal, api, cursor)
-    if cursor is not None and start is None:
-        raise BadRequest(f"{query.cursor}: no batch {quote(cursor)}", param=query.cursor)
-    if query.before is None:
-        return await app.batches.list(principal, api, query.limit, start)
-    found, has_more = await app.batches.list(principal, api, query.limit, start, "asc")
-    return BatchPage(found[::-1], has_more)
+    list_after = partial(app.batches.list, principal, api, query.limit)
+    return await read_page(query, "batch", partial(app.batches.find, principal, api), list_after)
 
 
 async def show(app: App, exchange: HttpExchange) -> None:

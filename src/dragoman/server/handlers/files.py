@@ -9,18 +9,20 @@ Rules
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from functools import partial
 from urllib.parse import quote as percent_encode
 
-from dragoman.core.errors import BadRequest, NotFound, UnsupportedParameter, quote
+from dragoman.core.errors import NotFound, UnsupportedParameter, quote
 from dragoman.protocols import files as wire
 from dragoman.protocols import json_body
 from dragoman.protocols.form_reader import FORM_BYTES, FormReader
 from dragoman.protocols.registry import ANTHROPIC
 from dragoman.server.app import App
 from dragoman.server.base_app import BaseApp
+from dragoman.server.handlers.pages import read_page
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.storage.blob_streams import read_blob, write_blob
-from dragoman.storage.files import StoredFile
+from dragoman.storage.files import NewFile, StoredFile
 
 PATH = "/v1/files"
 FIELD = "file"
@@ -39,9 +41,8 @@ async def create(app: BaseApp, exchange: HttpExchange) -> None:
         fields = _decode_fields(app, exchange, form)
         blob = await sink.commit()
     expires = None if fields.seconds is None else time.time() + fields.seconds
-    principal = exchange.record.principal
-    file = await app.files.add(principal, form.file_name, fields.purpose, blob, expires, form.media_type)
-    await _send(exchange, file)
+    new = NewFile(exchange.record.principal, form.file_name, fields.purpose, blob, expires, form.media_type)
+    await _send(exchange, await app.files.add(new))
 
 
 def _decode_fields(
@@ -81,15 +82,8 @@ async def _list_anthropic(app: App, exchange: HttpExchange) -> None:
 
 async def _page(app: App, exchange: HttpExchange, query: wire.FileQuery) -> tuple[Sequence[StoredFile], bool]:
     principal = exchange.record.principal
-    cursor = query.after if query.before is None else query.before
-    start = None if cursor is None else await app.files.find(principal, cursor)
-    if cursor is not None and start is None:
-        raise BadRequest(f"{query.cursor}: no file {quote(cursor)}", param=query.cursor)
-    if query.before is None:
-        page = await app.files.list(principal, query.purpose, query.limit, start, query.order)
-        return page.files, page.has_more
-    page = await app.files.list(principal, query.purpose, query.limit, start, "asc")
-    return page.files[::-1], page.has_more
+    list_after = partial(app.files.list, principal, query.purpose, query.limit)
+    return await read_page(query, "file", partial(app.files.find, principal), list_after)
 
 
 async def show(app: BaseApp, exchange: HttpExchange) -> None:
