@@ -1,107 +1,35 @@
 """Scenarios of the storage: a killed server, a killed process that only writes, and a full disk.
 
 `server_killed` runs servers of its own in one folder, one after the other. Clients note what a server acknowledges; the
-next one must have it. Another kind of state needs a `Client` and a line in `CLIENTS`.
+next one must have it. Another kind of state needs a `Client` and a line in `CLIENTS` (storage_clients.py).
 """
 
 import asyncio
-import hashlib
-import sqlite3
 import sys
-from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import httpx
 
 from dragoman.config.sections import BudgetLimit, KeyLimits
 from dragoman.storage.keys import KeyStore
 from tools.faults.judge import Scenario, Setup
+from tools.faults.storage_clients import CLIENTS, MODELS, OWNERS, SUMS, USAGE, Known, query
 from tools.faults.system import fill, small_disk
 from tools.faults.trial import ANSWERED, KEY, PROBE, PROBE_TEXT, REQUEST_SECONDS, Trial
 from tools.server import Server, run_server
 
 MAX_LIFETIME_SECONDS = 1.0
-CLIENTS_PER_KIND = 3
 SECONDS_PER_KILL = 2.0
 """The time limit of `storage_killed`, per kill; a kill usually takes a tenth of it."""
 BUDGET_TOKENS = 10**9
 DISK_BYTES = 32 * 2**20
 """More than SQLite's log of changes needs, which is about 4 MiB."""
-MODELS = {
-    "fast": {"engine": "scripted", "replies": [{"output": "one two three"}]},
-    "paced": {"engine": "scripted", "slots": 8, "tokens_per_second": 20, "replies": [{"output": "word " * 8}]},
-}
-OPEN = "SELECT count(*) FROM ledger WHERE closed IS NULL AND server NOT IN (SELECT id FROM servers)"
-SUMS = """
-SELECT CAST(opened / 86400 AS INTEGER), key, principal, model, count(*), sum(prompt), sum(cached), sum(completion),
-    sum(reasoning), sum(cost)
-FROM ledger WHERE closed IS NOT NULL GROUP BY 1, 2, 3, 4 ORDER BY 1, 2, 3, 4
-"""
-USAGE = "SELECT * FROM usage ORDER BY 1, 2, 3, 4"
+Keys = dict[str, tuple[str, str]]
+"""The key of each owner, and its id."""
 Send = Callable[[httpx.AsyncClient], Awaitable[httpx.Response]]
-
-
-class Client(ABC):
-    """One kind of request."""
-
-    @abstractmethod
-    async def run(self, http: httpx.AsyncClient, key: str, random: Random, known: dict[str, Any]) -> None:
-        """Send one request, and note in `known` what the server acknowledges."""
-
-    @abstractmethod
-    async def check(self, trial: Trial, http: httpx.AsyncClient, folder: Path, known: dict[str, Any]) -> None:
-        """Check on the next server that all of `known` is there."""
-
-
-class Chats(Client):
-    async def run(self, http: httpx.AsyncClient, key: str, random: Random, known: dict[str, Any]) -> None:
-        body = {"model": random.choice(list(MODELS)), "messages": [{"role": "user", "content": "hi"}], "max_tokens": 50}
-        reply = await http.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"})
-        if reply.status_code == 200:
-            known[reply.headers["x-request-id"]] = reply.json()["usage"]["completion_tokens"]
-
-    async def check(self, trial: Trial, http: httpx.AsyncClient, folder: Path, known: dict[str, Any]) -> None:
-        await trial.wait(lambda: query(folder, OPEN) == [(0,)], "the next server closes the entries of the killed one")
-        found = {row[0]: row[1:] for row in query(folder, "SELECT id, status, completion, prompt FROM ledger")}
-        for request_id, tokens in known.items():
-            status, completion, _ = found.get(request_id, (None, None, None))
-            # Its end may not have been written: then it counts as much as it reserved.
-            is_there = (status, completion) in ((200, tokens), (0, 50))
-            trial.expect(is_there, "a request that was answered is missing in the ledger")
-        trial.expect(query(folder, SUMS) == query(folder, USAGE), "the sums differ from the entries")
-
-
-class Uploads(Client):
-    async def run(self, http: httpx.AsyncClient, key: str, random: Random, known: dict[str, Any]) -> None:
-        content = random.randbytes(random.choice((10, 5000, 300_000)))
-        files, data = {"file": ("a.bin", content)}, {"purpose": "user_data"}
-        reply = await http.post("/v1/files", files=files, data=data, headers={"authorization": f"Bearer {key}"})
-        if reply.status_code == 200:
-            known[reply.json()["id"]] = hashlib.sha256(content).hexdigest()
-
-    async def check(self, trial: Trial, http: httpx.AsyncClient, folder: Path, known: dict[str, Any]) -> None:
-        for file_id, digest in known.items():
-            reply = await http.get(f"/v1/files/{file_id}/content")
-            is_same = reply.status_code == 200 and hashlib.sha256(reply.content).hexdigest() == digest
-            trial.expect(is_same, f"an acknowledged file is a {reply.status_code} after the restart")
-        for path in (folder / "dragoman.db-blobs").glob("??/*"):
-            is_whole = hashlib.sha256(path.read_bytes()).hexdigest() == path.name
-            trial.expect(is_whole, "a file is half written")
-
-
-Known = defaultdict[str, dict[str, Any]]
-"""What was acknowledged, by the name of the client."""
-CLIENTS: dict[str, Client] = {"chats": Chats(), "uploads": Uploads()}
-
-
-def query(folder: Path, statement: str) -> list[Any]:
-    with closing(sqlite3.connect(f"file:{folder / 'dragoman.db'}?mode=ro", uri=True)) as connection:
-        return connection.execute(statement).fetchall()
 
 
 async def server_killed(trial: Trial) -> None:
@@ -109,18 +37,23 @@ async def server_killed(trial: Trial) -> None:
     folder = trial.folder / "killed"
     folder.mkdir()
     limits = KeyLimits(budgets=(BudgetLimit(per="month", tokens=BUDGET_TOKENS),))
-    key, _ = KeyStore(folder / "keys.db").create("anna", limits=limits)
-    count, known = 0, Known(dict)
+    store = KeyStore(folder / "keys.db")
+    created = {owner: store.create(owner, limits=limits) for owner in OWNERS}
+    keys = {owner: (key, entry.id) for owner, (key, entry) in created.items()}
+    known, total = Known(dict), Known(dict)
     for number in range(trial.times + 1):
         async with _server(folder) as server:
             if number:
-                await _check(trial, server, folder, key, known)
+                await _check(trial, server, folder, keys, known)
             if number < trial.times:
                 # What was checked once is not checked after every further kill.
-                known = await _load_and_kill(trial, server, key)
-                count += sum(map(len, known.values()))
-    trial.figures["acknowledged"] = str(count)
-    trial.expect(count > 0, "nothing was acknowledged before any kill")
+                known = await _load_and_kill(trial, server, keys)
+                for name, values in known.items():
+                    total[name] |= values
+            else:
+                await _finish(trial, server, folder, keys, total)
+    trial.figures["acknowledged"] = ", ".join(f"{len(total[name])} {name}" for name in CLIENTS)
+    trial.expect(any(total.values()), "nothing was acknowledged before any kill")
 
 
 @asynccontextmanager
@@ -138,35 +71,52 @@ def _http(server: Server, key: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=REQUEST_SECONDS, headers=headers)
 
 
-async def _load_and_kill(trial: Trial, server: Server, key: str) -> Known:
+async def _load_and_kill(trial: Trial, server: Server, keys: Keys) -> Known:
     known = Known(dict)
 
     async def repeat(name: str, random: Random) -> None:
-        while True:
-            try:
-                await CLIENTS[name].run(http, key, random, known[name])
-            except httpx.TransportError:
-                # The server is dead.
-                return
+        async with _http(server, keys[CLIENTS[name].owner][0]) as http:
+            while True:
+                try:
+                    await CLIENTS[name].run(http, random, known[name])
+                except httpx.TransportError:
+                    # The server is dead.
+                    return
 
-    seeds = [trial.random.getrandbits(64) for _ in range(CLIENTS_PER_KIND)]
-    async with _http(server, key) as http, asyncio.TaskGroup() as group:
-        for name in CLIENTS:
-            for seed in seeds:
-                group.create_task(repeat(name, Random(seed)))
+    async with asyncio.TaskGroup() as group:
+        for name, client in CLIENTS.items():
+            for _ in range(client.clients):
+                group.create_task(repeat(name, Random(trial.random.getrandbits(64))))
         await asyncio.sleep(trial.random.uniform(0, MAX_LIFETIME_SECONDS))
         server.process.kill()
         await asyncio.to_thread(server.process.wait)
     return known
 
 
-async def _check(trial: Trial, server: Server, folder: Path, key: str, known: Known) -> None:
-    async with _http(server, key) as http:
-        for name, client in CLIENTS.items():
+async def _check(trial: Trial, server: Server, folder: Path, keys: Keys, known: Known) -> None:
+    for name, client in CLIENTS.items():
+        async with _http(server, keys[client.owner][0]) as http:
             await client.check(trial, http, folder, known[name])
-        report = (await http.get("/admin/usage", headers={"authorization": f"Bearer {KEY}"})).json()
-        trial.expect(report["budgets"][0]["reserved"] == 0, "a reservation is not settled")
-    trial.expect(query(folder, "PRAGMA integrity_check") == [("ok",)], "the database is damaged")
+    trial.expect(await _reserved(server, keys["anna"][1]) == 0, "a reservation is not settled")
+    trial.expect(query(folder, "PRAGMA integrity_check") == [[("ok",)]], "the database is damaged")
+
+
+async def _finish(trial: Trial, server: Server, folder: Path, keys: Keys, total: Known) -> None:
+    for name, client in CLIENTS.items():
+        async with _http(server, keys[client.owner][0]) as http:
+            await client.finish(trial, http, folder, total[name])
+
+    async def is_settled() -> bool:
+        return await _reserved(server) == 0
+
+    await trial.wait(is_settled, "all reservations are settled at the end")
+
+
+async def _reserved(server: Server, key_id: str | None = None) -> int:
+    """Tokens that are reserved of the budget of this key, or of all."""
+    async with _http(server, KEY) as http:
+        budgets = (await http.get("/admin/usage")).json()["budgets"]
+    return sum(budget["reserved"] for budget in budgets if key_id in (None, budget["key"]))
 
 
 async def storage_killed(trial: Trial) -> None:
@@ -213,10 +163,15 @@ async def storage_full(trial: Trial) -> None:
             for send in (_ask, _upload):
                 await trial.wait(lambda: _is_answered(http, send), "answered when there is room again")  # noqa: B023
             trial.figures["refused"] = f"{number + 1} times"
-        await trial.wait(lambda: query(disk, SUMS) == query(disk, USAGE), "the sums are those of the entries")
-    trial.expect(query(disk, "PRAGMA integrity_check") == [("ok",)], "the database is damaged")
+        await trial.wait(lambda: _is_summed(disk), "the sums are those of the entries")
+    trial.expect(query(disk, "PRAGMA integrity_check") == [[("ok",)]], "the database is damaged")
     left = await asyncio.to_thread(lambda: list(disk.glob("dragoman.db-blobs/new/*")))
     trial.expect(not left, "temporary files are left")
+
+
+def _is_summed(disk: Path) -> bool:
+    sums, counted = query(disk, SUMS, USAGE)
+    return sums == counted
 
 
 async def _ask(http: httpx.AsyncClient) -> httpx.Response:
