@@ -253,7 +253,7 @@ class _StoredKeys:
 
 
 def _sent_keys(headers: Mapping[bytes, bytes]) -> tuple[bytes, bytes]:
-    """The keys in the two headers; empty if there are none."""
+    """The keys in the two headers; empty without a key."""
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     bearer = token.strip() if scheme.lower() == b"bearer" else b""
     return bearer, headers.get(b"x-api-key", b"").strip()
