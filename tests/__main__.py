@@ -1,5 +1,5 @@
-"""All tests, in four processes side by side: those with a real model, those of servers in one process, those of servers
-with two front ends, and all others.
+"""All tests, in five processes side by side: those with a real model, those of servers in one process, those of servers
+with two front ends, those of the tools (which wait for servers too), and all others.
 
     python -m tests [arguments of pytest]
 
@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import IO
 
 SERVER = ("tests/server", "tests/security")
+TOOLS = "tests/tools"
 PARTS = (
     ("server and not model and not front_ends", *SERVER),
     ("front_ends", *SERVER),
     ("model",),
-    ("not server and not model", *(f"--ignore={folder}" for folder in SERVER)),
+    ("tools and not model", TOOLS),
+    ("not server and not tools and not model", *(f"--ignore={folder}" for folder in (*SERVER, TOOLS))),
 )
 """The marker of each part, and where its tests are: collecting all tests takes ten seconds. The first part prints."""
 TESTS_FAILED = 1

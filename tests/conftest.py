@@ -61,6 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("model")
         if is_server_test(item.path):
             item.add_marker("server")
+        if item.path.is_relative_to(TESTS / "tools"):
+            item.add_marker("tools")
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.callspec.params.get("workers") == 2:
             item.add_marker("front_ends")
 
