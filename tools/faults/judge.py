@@ -26,8 +26,9 @@ from tools.server import Server, is_server_process, run_server
 
 MIB = 2**20
 SETTLE_SECONDS = 60.0
-MAX_EXTRA = 3
-"""Open files and threads by which a server may differ from before."""
+MAX_EXTRA = 16
+"""Open files and threads by which a server may differ from before. The storage opens up to four connections for reads,
+each with a thread and some files, when they are first needed at the same time."""
 MEMORY_SHARE, MEMORY_BYTES = 0.1, 16 * MIB
 """What memory may keep of a fault: a part of itself, and a little."""
 MAX_SLOWDOWN = 1.5
