@@ -251,10 +251,10 @@ class HttpExchange:
         """The error as the client sees it. An unexpected one is logged in full and becomes a plain 500."""
         record, extra = self.record, {"request_id": self.record.id}
         if not isinstance(error, DragomanError):
-            log.error("request %s failed", record.id, exc_info=error, extra=extra)
+            log.error("request %s failed", record.log_id, exc_info=error, extra=extra)
             error = EngineFailed("internal error; see the server's log")
         elif isinstance(error, ModelFailed):
-            log.error("request %s: model %s: %s", record.id, record.model, error.__cause__ or error, extra=extra)
+            log.error("request %s: model %s: %s", record.log_id, record.model, error.__cause__ or error, extra=extra)
         record.error = error.code
         return error
 
