@@ -267,6 +267,7 @@ def _complete_request(
         decoded,
         **http_fields(exchange, decoded, info),
         model=info.model,
+        fingerprint=info.fingerprint,
         max_tokens=limit,
         sampling=sampling,
         delivery=delivery,
