@@ -2,7 +2,8 @@
 
 The engine plays the first reply whose `match` is found in the text of the last user or tool message. A reply without
 `match` matches everything. If no reply matches, the engine echoes the message. Every `chunk` characters are one token.
-Faults happen at the N-th token of each reply.
+Faults happen at the N-th token of each reply. If a request continues the beginning of the script, the rest is played.
+Otherwise the whole script follows the text.
 
 The script is raw model output in the syntax named by `format`, including reasoning and tool calls. Tools, schemas,
 images, suffixes and token ids are accepted and ignored. A thinking budget shortens the reasoning, as with a real model.
@@ -29,7 +30,7 @@ from dragoman.core.engine import Engine, ModelInfo
 from dragoman.core.errors import ContextTooLong, EngineFailed
 from dragoman.core.events import Event, Finished, FinishReason, Listener, Started, TextDelta, Usage, notify
 from dragoman.core.features import Feature
-from dragoman.core.request import GenerationRequest, Thinking
+from dragoman.core.request import GenerationRequest, Reasoning, Text, Thinking
 from dragoman.core.types import Count
 from dragoman.formats import get_format
 from dragoman.pipeline.split import starts_inside_reasoning
@@ -37,7 +38,7 @@ from dragoman.pipeline.split import starts_inside_reasoning
 FEATURES = frozenset(
     {
         *(Feature.CHAT, Feature.COMPLETION, Feature.TOKEN_PROMPT, Feature.INFILL, Feature.IMAGES, Feature.EMBEDDINGS),
-        *(Feature.COUNT_TOKENS, Feature.MAX_TOKENS, Feature.USAGE),
+        *(Feature.COUNT_TOKENS, Feature.MAX_TOKENS, Feature.USAGE, Feature.PREFILL),
         *(Feature.TOOLS, Feature.STRICT_TOOLS, Feature.CONSTRAINT, Feature.THINKING),
     }
 )
@@ -109,6 +110,7 @@ class ScriptedEngine(Engine):
         output = self._find_reply(request.last_user_text)
         thinking = bool(request.messages) and starts_inside_reasoning(self.syntax, output)
         output = self._apply_budget(output, thinking, request.thinking)
+        output, thinking = self._continue_script(output, thinking, request.prefill)
         chunk = self.options.chunk
         pieces = _split(output, chunk) if len(output) <= MAX_CACHED_CHARACTERS else None
         prompt_tokens = self.count_tokens(request)
@@ -171,6 +173,19 @@ class ScriptedEngine(Engine):
             return output
         closer = output.index(tags.close, opener)
         return output[: min(opener + budget * self.options.chunk, closer)] + output[closer:]
+
+    def _continue_script(self, output: str, thinking: bool, prefill: Text | Reasoning | None) -> tuple[str, bool]:
+        """Return what follows the prefill, and whether that begins with reasoning."""
+        if prefill is None:
+            return output, thinking
+        if isinstance(prefill, Reasoning):
+            opener = next((tags.open for tags in self.syntax.thoughts if output.startswith(tags.open)), "")
+            return output.removeprefix(opener).lstrip().removeprefix(prefill.text.lstrip()), True
+        closer = next((tags.close for tags in self.syntax.thoughts if tags.close in output), None)
+        if closer is not None and not output.startswith(prefill.text):
+            # The model has thought before it wrote the text.
+            output = output.partition(closer)[2].lstrip()
+        return output.removeprefix(prefill.text), False
 
     def count_tokens(self, request: GenerationRequest) -> int:
         size, prompt = self.options.chunk, request.prompt

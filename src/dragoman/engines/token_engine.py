@@ -19,6 +19,7 @@ import msgspec
 
 from dragoman.core.delivery import EventQueue
 from dragoman.core.engine import Engine, RenderedPrompt
+from dragoman.core.errors import BadRequest
 from dragoman.core.events import (
     Event,
     Finished,
@@ -36,6 +37,7 @@ from dragoman.engines.prompt_reader import PromptReader, PromptTokens, Vocabular
 from dragoman.engines.reply_limits import RepeatedCallDetector, ThinkingBudget
 from dragoman.grammar.constraints import CompiledConstraint
 from dragoman.grammar.masks import Guide
+from dragoman.grammar.reply_grammar import Beginning
 from dragoman.grammar.schema_check import SchemaCheck, find_violations
 
 T = TypeVar("T")
@@ -121,6 +123,21 @@ class RequestBuilder(PromptReader, Generic[G]):
         self, request: GenerationRequest, prompt: PromptTokens, constrained: CompiledConstraint | None = None
     ) -> G:
         raise NotImplementedError
+
+    def grammar_beginning(self, request: GenerationRequest, opener: str | None) -> Beginning:
+        if opener is not None:
+            return "thought"
+        return "answer" if request.continues_last else "reply"
+
+    def skip_prefill(self, request: GenerationRequest, constrained: CompiledConstraint) -> None:
+        """Advance the grammar by the text that the reply continues."""
+        prefill, shape = request.prefill, constrained.shape
+        # Required calls follow the text, so it is not a part of them.
+        if prefill is None or constrained.guide.skip(self.tokenize_inner_text(prefill.text)) or shape.calls:
+            return
+        param = request.prefill_path
+        message = f"{param}: the reply cannot continue this text, because it does not fit {shape.param}"
+        raise BadRequest(message, param=param)
 
     def read_and_build(self, request: GenerationRequest) -> G:
         return self.build(request, self.read(request))
