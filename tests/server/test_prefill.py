@@ -135,10 +135,10 @@ class TestOpenAI:
             response = client.post(CHAT, json={"model": "poet", "messages": messages, **fields})
             assert text_of(response) == "Roses are red, violets are blue."
             assert "x-dragoman-ignored" not in response.headers
-        response = openai_client.responses.create(model="poet", input=messages)
-        assert response.output_text == "Roses are red, violets are blue."
-        response = continued(client, messages, continue_final_message=None, echo=True)  # type: ignore[assignment]
-        assert response.headers["x-dragoman-ignored"] == "add_generation_prompt, echo"  # type: ignore[attr-defined]
+        stored = openai_client.responses.create(model="poet", input=messages)
+        assert stored.output_text == "Roses are red, violets are blue."
+        ignoring = continued(client, messages, continue_final_message=None, echo=True)
+        assert ignoring.headers["x-dragoman-ignored"] == "add_generation_prompt, echo"
 
     def test_reasoning_is_continued(self, client: httpx.Client) -> None:
         for text, thought, expected in (
@@ -209,7 +209,8 @@ class TestOpenAI:
         refused(strict, 400, param="continue_final_message", code="unsupported_parameter")
 
     def test_batch(self, openai_client: OpenAI) -> None:
-        line = chat_line("one", model="poet", messages=turns("A poem", "Roses are"), **OPEN)
+        body: dict[str, Any] = {"model": "poet", "messages": turns("A poem", "Roses are"), **OPEN}
+        line = chat_line("one", **body)
         batch = finish(openai_client, submit(openai_client, [line]).id)
         (result,) = read_file(openai_client, batch.output_file_id)
         assert result["response"]["body"]["choices"][0]["message"]["content"] == " red, violets are blue."

@@ -19,7 +19,6 @@ import msgspec
 
 from dragoman.core.delivery import EventQueue
 from dragoman.core.engine import Engine, RenderedPrompt
-from dragoman.core.errors import BadRequest
 from dragoman.core.events import (
     Event,
     Finished,
@@ -128,16 +127,6 @@ class RequestBuilder(PromptReader, Generic[G]):
         if opener is not None:
             return "thought"
         return "answer" if request.continues_last else "reply"
-
-    def skip_prefill(self, request: GenerationRequest, constrained: CompiledConstraint) -> None:
-        """Advance the grammar by the text that the reply continues."""
-        prefill, shape = request.prefill, constrained.shape
-        # Required calls follow the text, so it is not a part of them.
-        if prefill is None or constrained.guide.skip(self.tokenize_inner_text(prefill.text)) or shape.calls:
-            return
-        param = request.prefill_path
-        message = f"{param}: the reply cannot continue this text, because it does not fit {shape.param}"
-        raise BadRequest(message, param=param)
 
     def read_and_build(self, request: GenerationRequest) -> G:
         return self.build(request, self.read(request))

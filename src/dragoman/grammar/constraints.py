@@ -79,6 +79,10 @@ class ConstraintCompiler:
             result = self._results.get(job) or await self._run_trial(job, param, request.principal)
             return None if result.shape is None else await self._compile(result.shape, result.memory)
 
+    def skip(self, guide: Guide, text: str) -> bool:
+        """Advance by a text that the reply continues. False if the text cannot begin the reply."""
+        return guide.skip(self.grammars.tokenizer.tokenize_str(text))
+
     async def close(self) -> None:
         await self.trials.close()
         await asyncio.to_thread(self._threads.shutdown)

@@ -152,7 +152,7 @@ class Guide:
         return self.matcher.validate_tokens(list(tokens))
 
     def skip(self, tokens: Sequence[int]) -> bool:
-        """Advance by the tokens of a text that the reply continues. False if the text cannot begin the reply."""
+        """Advance by several tokens, and compute the next mask. False if they may not follow."""
         if not self.allows(tokens):
             return False
         self.matcher.consume_tokens(list(tokens))

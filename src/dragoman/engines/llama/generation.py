@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dragoman.core.errors import EngineFailed
+from dragoman.core.errors import BadRequest, EngineFailed
 from dragoman.core.events import Detokenizer, Event, TextDelta, TokenLogprob
 from dragoman.core.request import GenerationRequest, Logprobs
 from dragoman.engines.llama.binding import Context, LlamaModel
@@ -186,12 +186,22 @@ class LlamaRequestBuilder(RequestBuilder[Generation]):
         begins = self.grammar_beginning(request, prompt.opener)
         return await self.constraints.constrain(request, thinks=self.may_think(request), begins=begins)
 
+    def _skip_prefill(self, request: GenerationRequest, constrained: CompiledConstraint) -> None:
+        """Advance the grammar by the text that the reply continues."""
+        prefill, shape = request.prefill, constrained.shape
+        # Required calls follow the text, unless they begin in it.
+        if prefill is None or self.constraints.skip(constrained.guide, prefill.text) or shape.calls:
+            return
+        param = request.prefill_path
+        message = f"{param}: the reply cannot continue this text, because it does not fit {shape.param}"
+        raise BadRequest(message, param=param)
+
     def build(
         self, request: GenerationRequest, prompt: PromptTokens, constrained: CompiledConstraint | None = None
     ) -> Generation:
         shape = None if constrained is None else constrained.shape
         if constrained is not None:
-            self.skip_prefill(request, constrained)
+            self._skip_prefill(request, constrained)
         settings = ReplySettings(
             prompt=prompt.tokens,
             limit=self.max_reply_tokens(request, len(prompt.tokens)),
