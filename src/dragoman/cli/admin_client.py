@@ -43,6 +43,9 @@ class AdminClient:
         if login := where.login or (f"Bearer {key}" if key else None):
             http.headers["authorization"] = login
 
+    def close(self) -> None:
+        self._http.close()
+
     def is_running(self) -> bool:
         """Whether a Dragoman answers there, with or without access."""
         try:

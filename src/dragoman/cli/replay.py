@@ -7,6 +7,7 @@ import argparse
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -109,13 +110,13 @@ def _replay(arguments: argparse.Namespace, exchanges: "Iterator[tuple[int, Recor
     from dragoman.recordings import report
     from dragoman.recordings.replay import Replayer
 
-    client = admin_client.from_arguments(arguments)
-    replayer = Replayer(client.stream, arguments.model, arguments.exact, arguments.concurrency)
     results = []
-    for replayed in replayer.run(exchanges):
-        results.append(replayed)
-        if not arguments.json:
-            print(report.format_result(replayed), flush=True)
+    with closing(admin_client.from_arguments(arguments)) as client:
+        replayer = Replayer(client.stream, arguments.model, arguments.exact, arguments.concurrency)
+        for replayed in replayer.run(exchanges):
+            results.append(replayed)
+            if not arguments.json:
+                print(report.format_result(replayed), flush=True)
     if not results:
         raise ConfigError(f"{arguments.recording} has no exchanges to send")
     verdicts = Counter(found.comparison.verdict for found in results if found.comparison is not None)

@@ -14,6 +14,7 @@
 Fields with default values are left out. Seconds count from the start of the request.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -81,13 +82,17 @@ def encode_body(body: bytes) -> msgspec.Raw:
 
 
 def read_recording(path: str) -> Iterator[tuple[int, RecordedExchange]]:
-    """The exchanges of a file, with the numbers of their lines. A last line that is incomplete is skipped: the server
-    may be writing it."""
+    """The exchanges of a file, with the numbers of their lines. A server may be writing it: what is added meanwhile is
+    not read, and a last line that is incomplete is skipped."""
     decoder = msgspec.json.Decoder(RecordedExchange)
     try:
         with Path(path).open("rb") as file:
+            left = os.fstat(file.fileno()).st_size
             for number, line in enumerate(file, 1):
-                if not line.strip() or not line.endswith(b"\n"):
+                left -= len(line)
+                if left < 0 or not line.endswith(b"\n"):
+                    return
+                if not line.strip():
                     continue
                 try:
                     yield number, decoder.decode(line)

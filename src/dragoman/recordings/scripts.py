@@ -137,7 +137,7 @@ class ScriptBuilder:
         named = text_of(body.get("model")).strip()
         name = named if MODEL_NAME.fullmatch(named) else answered or ""
         if not MODEL_NAME.fullmatch(name):
-            raise BadRequest(f"{name!r} cannot be the name of a model")
+            raise BadRequest(f"{(named or name)!r} cannot be the name of a model")
         spelling = self._spellings.setdefault(name.lower(), name)
         if not named:
             self._default = spelling
