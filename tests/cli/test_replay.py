@@ -62,7 +62,7 @@ def call(arguments: str) -> dict[str, Any]:
     return {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
 
 
-GREEDY = {"temperature": 0}
+GREEDY: dict[str, Any] = {"temperature": 0}
 SAME_CALL = {"calls": [call('{"days": 1, "city": "Bonn"}')], "text": "", "said": "weather", "tools": [TOOL]}
 OTHER_CALL = SAME_CALL | {"calls": [call('{"days": 2, "city": "Bonn"}')]}
 RESPONSE = {"id": "resp_2", "object": "response", "status": "completed", "output": []}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,7 +83,7 @@ def test_slow_disk_loses_exchanges_and_delays_nothing(
 ) -> None:
     monkeypatch.setattr(recording, "MAX_QUEUED", 1000)
     file = RecordingFile(str(tmp_path / "recording.jsonl"))
-    went_on = []
+    went_on: list[bool] = []
 
     def complete() -> RecordedExchange:
         while not went_on:
@@ -123,7 +124,7 @@ def test_stream_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SECRET = "canary-0123456789"
-BODIES = {
+BODIES: dict[str, dict[str, Any]] = {
     "a field of the body": {"api_key": SECRET, "apikey": SECRET, "x-api-key": SECRET},
     "an authorization": {"tools": [{"type": "mcp", "authorization": f"Bearer {SECRET}"}]},
     "a token": {"mcp_servers": [{"type": "url", "authorization_token": SECRET}]},
