@@ -116,6 +116,8 @@ def _check_files(settings: Settings) -> Iterator[Diagnostic]:
             yield Diagnostic(key, f"there is no folder {path.parent}")
         elif not os.access(path if path.exists() else path.parent, os.W_OK):
             yield Diagnostic(key, f"{path} cannot be written: permission denied")
+    if settings.record is not None and settings.record == settings.event_log:
+        yield Diagnostic("record", f"{settings.record} is the event log; give the recording a file of its own")
 
 
 def _check_tls(tls: Tls) -> Iterator[Diagnostic]:
