@@ -256,18 +256,20 @@ def test_script_leaves_out_what_cannot_be_scripted(tmp_path: Path, capsys: pytes
         exchange(status=429, reply=ERROR),
         exchange(path="/v1/embeddings"),
         exchange(path="/v1/responses", request={"input": "x", "previous_response_id": "resp_1"}, reply=RESPONSE),
+        exchange(path="/v1/responses", request={"input": "x"}, reply=RESPONSE | {"output": [{"type": "mcp_call"}]}),
         exchange(cut=["reply"]),
         exchange(request={"model": "a name", "messages": [{"role": "user", "content": "x"}]}, model=None),
     )
     assert main(["replay", file, "--to-script"]) == 0
     captured = capsys.readouterr()
-    assert captured.out.startswith(f"# 1 of 7 exchanges of {file}\n")
+    assert captured.out.startswith(f"# 1 of 8 exchanges of {file}\n")
     assert sorted(captured.err.splitlines()) == [
         "left out 1: 'a name' cannot be the name of a model",
         "left out 1: /v1/embeddings generates no text",
         "left out 1: the beginning of the conversation is not recorded",
         "left out 1: the client left",
         "left out 1: the recorded body is incomplete",
+        "left out 1: the reply has parts that a script cannot have: mcp_call",
         "left out 1: the reply is an error 429",
     ]
 

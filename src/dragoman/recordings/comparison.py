@@ -21,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from dragoman.recordings.outcome import CallOutcome, ChoiceOutcome, Outcome
+from dragoman.recordings.outcome import CallOutcome, ChoiceOutcome, ReplayOutcome
 
 Verdict = Literal["same", "similar", "differs", "failed"]
 VOLATILE = frozenset({"id", "created"})
@@ -48,7 +48,7 @@ def is_repeatable(request: Mapping[str, Any]) -> bool:
     return request.get("temperature") == 0 or request.get("top_k") == 1 or request.get("seed") is not None
 
 
-def compare(recorded: Outcome, now: Outcome, is_exact: bool) -> Comparison:
+def compare(recorded: ReplayOutcome, now: ReplayOutcome, is_exact: bool) -> Comparison:
     if recorded.is_complete and not now.is_complete:
         return Comparison("failed", tuple(_compare_ends(recorded, now)))
     if not recorded.is_complete:
@@ -64,18 +64,18 @@ def compare(recorded: Outcome, now: Outcome, is_exact: bool) -> Comparison:
     return Comparison("similar", differences, _similarity(_transcript(recorded), _transcript(now)))
 
 
-def _compare_ends(recorded: Outcome, now: Outcome) -> Iterator[Difference]:
+def _compare_ends(recorded: ReplayOutcome, now: ReplayOutcome) -> Iterator[Difference]:
     """Compare the statuses and errors."""
     before, after = (f"{found.status} {found.error or 'ok'}" for found in (recorded, now))
     if before != after:
         yield Difference("status", _with_message(before, recorded), _with_message(after, now))
 
 
-def _with_message(shown: str, outcome: Outcome) -> str:
+def _with_message(shown: str, outcome: ReplayOutcome) -> str:
     return f"{shown}: {outcome.message}" if outcome.message else shown
 
 
-def _compare_choices(recorded: Outcome, now: Outcome) -> Iterator[Difference]:
+def _compare_choices(recorded: ReplayOutcome, now: ReplayOutcome) -> Iterator[Difference]:
     for at in range(max(len(recorded.choices), len(now.choices))):
         prefix = f"[{at}]." if len(recorded.choices) > 1 else ""
         before, after = (found.choices[at] if at < len(found.choices) else ChoiceOutcome() for found in (recorded, now))
@@ -83,6 +83,8 @@ def _compare_choices(recorded: Outcome, now: Outcome) -> Iterator[Difference]:
             one, other = getattr(before, field), getattr(after, field)
             if one != other:
                 yield Difference(prefix + field, one or "", other or "")
+        if before.others != after.others:
+            yield Difference(prefix + "others", ", ".join(before.others), ", ".join(after.others))
         if _shapes(before) != _shapes(after):
             yield Difference(prefix + "calls", describe_calls(before.calls), describe_calls(after.calls))
 
@@ -95,7 +97,7 @@ def describe_calls(calls: tuple[CallOutcome, ...]) -> str:
     return "\n".join(f"{call.name}({call.arguments})" for call in calls)
 
 
-def _transcript(outcome: Outcome) -> str:
+def _transcript(outcome: ReplayOutcome) -> str:
     return "\n".join(
         text for choice in outcome.choices for text in (choice.reasoning, choice.text, describe_calls(choice.calls))
     )

@@ -59,9 +59,11 @@ class ChoiceOutcome(msgspec.Struct, frozen=True):
     finish: str | None = None
     """None if the reply is incomplete."""
     stop: str | None = None
+    others: tuple[str, ...] = ()
+    """The types of parts of the content that are none of these, such as calls that the server ran."""
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class ReplayOutcome(msgspec.Struct, frozen=True):
     """`error` is the code of an error, `message` its text. `body` is the reply of a route without generations."""
 
     status: int
@@ -84,14 +86,14 @@ def recorded_pieces(exchange: RecordedExchange) -> Pieces:
     return [(exchange.duration, bytes(exchange.reply))]
 
 
-def read_outcome(path: str, request: Mapping[str, Any], status: int, pieces: Pieces, total: float) -> Outcome:
+def read_outcome(path: str, request: Mapping[str, Any], status: int, pieces: Pieces, total: float) -> ReplayOutcome:
     body = b"".join(data for _, data in pieces)
     if status != 200:
         error = error_from_response(status, {}, body)
-        return Outcome(status, error=_code(error), message=error.message, total=total)
+        return ReplayOutcome(status, error=_code(error), message=error.message, total=total)
     protocol = CLIENTS.get(path)
     if protocol is None:
-        return Outcome(status, body=_parsed(body), total=total)
+        return ReplayOutcome(status, body=_parsed(body), total=total)
     count = count_choices(request)
     read = [_read_choice(protocol, pieces if count == 1 else _select_choice(pieces, at)) for at in range(count)]
     choices = [choice for choice, _, _, _ in read]
@@ -99,7 +101,7 @@ def read_outcome(path: str, request: Mapping[str, Any], status: int, pieces: Pie
         calls = tuple(_response_calls(final_response(body)))
         choices = [msgspec.structs.replace(choices[0], calls=calls or choices[0].calls)]
     failure = next((error for _, _, _, error in read if error is not None), None)
-    return Outcome(
+    return ReplayOutcome(
         status,
         tuple(choices),
         error=None if failure is None else _code(failure),
@@ -132,9 +134,11 @@ def _read_choice(
     except DragomanError as error:
         return _choice(builder.arrived(), None), None, first_token, error
     assert finished is not None
+    unknown = [text_of(object_of(part).get("type")) for part in client_call.describe(builder.reply()).unknown_parts]
+    choice = _choice(builder.arrived(), finished, tuple(kind for kind in unknown if kind not in CALLS))
     usage = None if finished.usage is None else _counts(finished.usage)
     is_stream = client_call.streams_usage is not None
-    return _choice(builder.arrived(), finished), usage, first_token if is_stream else None, None
+    return choice, usage, first_token if is_stream else None, None
 
 
 def _iter_events(client_call: ClientCall, pieces: Pieces) -> Iterator[tuple[float, Sequence[Any]]]:
@@ -147,13 +151,14 @@ def _iter_events(client_call: ClientCall, pieces: Pieces) -> Iterator[tuple[floa
             yield at, events
 
 
-def _choice(parts: Sequence[Part], finished: Finished | None) -> ChoiceOutcome:
+def _choice(parts: Sequence[Part], finished: Finished | None, others: tuple[str, ...] = ()) -> ChoiceOutcome:
     return ChoiceOutcome(
         text="".join(part.text for part in parts if isinstance(part, Text)),
         reasoning="\n\n".join(part.text for part in parts if isinstance(part, Reasoning) and part.text),
         calls=tuple(CallOutcome(part.name, part.arguments) for part in parts if isinstance(part, ToolCall)),
         finish=None if finished is None else finished.unknown_reason or finished.reason,
         stop=None if finished is None else finished.stop,
+        others=others,
     )
 
 

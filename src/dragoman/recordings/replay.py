@@ -20,7 +20,7 @@ import msgspec
 from dragoman.client.http_settings import NO_RESPONSE, describe
 from dragoman.protocols.reply_fields import list_of, object_of, text_of
 from dragoman.recordings.comparison import Comparison, compare, is_repeatable
-from dragoman.recordings.outcome import Outcome, final_response, read_outcome, recorded_pieces
+from dragoman.recordings.outcome import ReplayOutcome, final_response, read_outcome, recorded_pieces
 from dragoman.recordings.recorded_exchange import RecordedExchange
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class Replayed(msgspec.Struct, frozen=True):
     skipped: str | None = None
     is_exact: bool = False
     comparison: Comparison | None = None
-    recorded: Outcome | None = None
-    now: Outcome | None = None
+    recorded: ReplayOutcome | None = None
+    now: ReplayOutcome | None = None
 
 
 class Replayer:
@@ -113,7 +113,7 @@ class Replayer:
             if new_ids is not None:
                 found = _match_ids(_recorded_response(exchange), final_response(b"".join(data for _, data in pieces)))
         except NO_RESPONSE as error:
-            now = Outcome(0, error="no_response", message=describe(error))
+            now = ReplayOutcome(0, error="no_response", message=describe(error))
         finally:
             if new_ids is not None:
                 new_ids.set_result(found)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from dragoman.recordings.comparison import Difference
-from dragoman.recordings.outcome import Outcome
+from dragoman.recordings.outcome import ReplayOutcome
 from dragoman.recordings.replay import Replayed
 
 LABEL_WIDTH = 12
@@ -31,7 +31,7 @@ def format_result(replayed: Replayed) -> str:
     return "\n".join(lines)
 
 
-def _figures(recorded: Outcome, now: Outcome) -> str:
+def _figures(recorded: ReplayOutcome, now: ReplayOutcome) -> str:
     parts = [f"{_seconds(recorded.total)} -> {_seconds(now.total)}"]
     if recorded.first_token is not None and now.first_token is not None:
         parts.append(f"first token {_seconds(recorded.first_token)} -> {_seconds(now.first_token)}")
@@ -83,7 +83,7 @@ def format_summary(results: Sequence[Replayed]) -> str:
     pairs = [(found.recorded, found.now) for found in results if found.recorded is not None and found.now is not None]
     complete = [(one, other) for one, other in pairs if one.is_complete and other.is_complete]
     rows = [["", "RECORDED", "NOW"]]
-    measures: dict[str, Callable[[Outcome], float | None]] = {
+    measures: dict[str, Callable[[ReplayOutcome], float | None]] = {
         "first token, median": lambda outcome: outcome.first_token,
         "whole reply, median": lambda outcome: outcome.total,
     }

@@ -31,7 +31,7 @@ from dragoman.protocols.responses import server as responses
 from dragoman.recordings.outcome import (
     CallOutcome,
     ChoiceOutcome,
-    Outcome,
+    ReplayOutcome,
     count_choices,
     final_response,
     read_outcome,
@@ -48,7 +48,7 @@ DECODERS: dict[str, Callable[[bytes], GenerationRequest]] = {
 Item = dict[str, Any]
 
 
-class Entry(msgspec.Struct, frozen=True):
+class ScriptedExchange(msgspec.Struct, frozen=True):
     """A request for one choice, and its reply in the form of the configuration."""
 
     text: str
@@ -87,7 +87,7 @@ class ScriptBuilder:
 
     def __init__(self) -> None:
         self.skipped: Counter[str] = Counter()
-        self._models: defaultdict[str, list[Entry]] = defaultdict(list)
+        self._models: defaultdict[str, list[ScriptedExchange]] = defaultdict(list)
         self._spellings: dict[str, str] = {}
         self._default: str | None = None
         self._history = ResponseHistory()
@@ -116,6 +116,8 @@ class ScriptBuilder:
         outcome = read_outcome(exchange.path, body, exchange.status, pieces, exchange.duration)
         if not outcome.is_complete:
             raise BadRequest(f"the reply is an error: {outcome.error}")
+        if others := sorted({kind for choice in outcome.choices for kind in choice.others}):
+            raise BadRequest(f"the reply has parts that a script cannot have: {', '.join(others)}")
         if exchange.path in DECODERS:
             request = DECODERS[exchange.path](bytes(exchange.request))
             choices: Sequence[ChoiceOutcome] = outcome.choices
@@ -124,13 +126,15 @@ class ScriptBuilder:
             response = final_response(b"".join(data for _, data in pieces))
             self._history.add(response, conversation)
             choices = [_read_response(response, toolset, outcome)]
-        tokens = outcome.usage.completion_tokens if outcome.usage is not None and len(choices) == 1 else 0
+        tokens = exchange.usage.completion_tokens if exchange.usage is not None and len(choices) == 1 else 0
         name = self._model_name(body, exchange.model)
         per_prompt = count_choices({"n": body.get("n")})
         for at, choice in enumerate(choices):
             prompts = request.prompts[at // per_prompt : at // per_prompt + 1]
             asked = msgspec.structs.replace(request, prompts=prompts)
-            entry = Entry(asked.last_user_text, conversation_digest(asked), _encode_reply(asked, choice, tokens))
+            entry = ScriptedExchange(
+                asked.last_user_text, conversation_digest(asked), _encode_reply(asked, choice, tokens)
+            )
             self._models[name].append(entry)
 
     def _model_name(self, body: Mapping[str, Any], answered: str | None) -> str:
@@ -150,7 +154,7 @@ class ScriptBuilder:
         return {"models": models} | ({} if self._default is None else {"default": self._default})
 
 
-def _read_response(response: Mapping[str, Any], toolset: tools.ToolSet, outcome: Outcome) -> ChoiceOutcome:
+def _read_response(response: Mapping[str, Any], toolset: tools.ToolSet, outcome: ReplayOutcome) -> ChoiceOutcome:
     """The reply of a response, with its calls as the model writes them."""
     located = items.locate([object_of(item) for item in list_of(response.get("output"))], "output")
     parts = [part for message in items.decode(located, toolset, []) for part in message.parts]
@@ -179,9 +183,9 @@ def _arguments(call: CallOutcome) -> Any:
     return call.parsed if isinstance(call.parsed, dict) else call.arguments
 
 
-def _join(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+def _join(entries: Sequence[ScriptedExchange]) -> list[dict[str, Any]]:
     """The replies of one model, with conditions that tell their requests apart."""
-    by_text: defaultdict[str, list[Entry]] = defaultdict(list)
+    by_text: defaultdict[str, list[ScriptedExchange]] = defaultdict(list)
     for entry in entries:
         by_text[entry.text].append(entry)
     replies: list[dict[str, Any]] = []
