@@ -32,8 +32,9 @@ def said(text: str) -> GenerationRequest:
 def recorded(text: str, message: dict[str, Any]) -> RecordedExchange:
     request = {"model": "m", "messages": [{"role": "user", "content": text}]}
     reply = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
-    bodies = {name: encode_body(msgspec.json.encode(body)) for name, body in (("request", request), ("reply", reply))}
-    return RecordedExchange(0.0, "chatcmpl-1", "POST", "/v1/chat/completions", status=200, **bodies)
+    encoded, answered = (encode_body(msgspec.json.encode(body)) for body in (request, reply))
+    path = "/v1/chat/completions"
+    return RecordedExchange(0.0, "chatcmpl-1", "POST", path, request=encoded, status=200, reply=answered)
 
 
 @given(st.lists(st.tuples(TEXTS, TEXTS, TEXTS, st.dictionaries(TEXTS, ARGUMENTS, max_size=3)), min_size=1, max_size=4))
