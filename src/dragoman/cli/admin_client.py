@@ -36,7 +36,10 @@ class AdminClient:
         self, address: str, where: ServerAddress, http: "httpx.Client", key: str | None, token: str | None
     ) -> None:
         self.address = address
-        self._where = where
+        self.where = where
+        self.key = key
+        self.is_at_socket = False
+        """Whether the server listens on a Unix socket, so that `where` has no meaning for other programs."""
         self._http = http
         self._token = token
         if login := where.login or (f"Bearer {key}" if key else None):
@@ -79,7 +82,7 @@ class AdminClient:
         return ConfigError(f"{self.address}: the answer is not {expected}")
 
     def _url(self, path: str) -> str:
-        return self._where.api + path.removeprefix(API) if path.startswith(API) else self._where.root + path
+        return self.where.api + path.removeprefix(API) if path.startswith(API) else self.where.root + path
 
     def _request(self, method: str, path: str, timeout: float, **content: Any) -> Any:
         headers = {ADMIN_TOKEN_HEADER: self._token} if self._token and path.startswith(ADMIN) else None
@@ -125,7 +128,9 @@ def from_url(url: str, key: str | None, name: str = "--url") -> AdminClient:
     if url.startswith(UNIX):
         path = url.removeprefix(UNIX)
         where, http = _local_server("http://localhost", None, path)
-        return AdminClient(address, where, http, key, find_socket_admin_token(path))
+        client = AdminClient(address, where, http, key, find_socket_admin_token(path))
+        client.is_at_socket = True
+        return client
     try:
         where = parse_address(url)
     except ConfigError as error:
@@ -154,7 +159,9 @@ def from_settings(settings: Settings, key: str | None) -> AdminClient:
     if settings.hosts:
         http.headers["host"] = settings.hosts[0]
     key = key or next(iter(settings.api_keys), None)
-    return AdminClient(f"the server at {address}", where, http, key, token)
+    client = AdminClient(f"the server at {address}", where, http, key, token)
+    client.is_at_socket = settings.socket is not None
+    return client
 
 
 def _local_server(address: str, tls: Tls | None, socket: str | None = None) -> tuple[ServerAddress, "httpx.Client"]:
