@@ -44,7 +44,7 @@ CLAUDE = Agent(
     program="claude",
     install="npm install -g @anthropic-ai/claude-code",
     protocol="messages",
-    context=49_152,
+    context=65_536,
     environment={
         "ANTHROPIC_BASE_URL": "$url",
         "ANTHROPIC_AUTH_TOKEN": "$key",
@@ -300,7 +300,4 @@ PI = Agent(
     },
 )
 
-AGENTS = {
-    agent.name: agent
-    for agent in (CLAUDE, CODEX, OPENCODE, QWEN, COPILOT, GOOSE, AIDER, CONTINUE, CLINE, PI)
-}
+AGENTS = {agent.name: agent for agent in (CLAUDE, CODEX, OPENCODE, QWEN, COPILOT, GOOSE, AIDER, CONTINUE, CLINE, PI)}

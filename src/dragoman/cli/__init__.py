@@ -1,5 +1,5 @@
-"""The command line: `dragoman serve`, `check`, `chat`, `launch`, `models`, `drain`, `pull`, `tune`, `keys`, `usage`,
-`batch`, `bench`.
+"""The command line: `dragoman serve`, `check`, `chat`, `launch`, `probe`, `models`, `drain`, `pull`, `tune`, `keys`,
+`usage`, `batch`, `bench`.
 
     common         helpers shared by the commands
     admin_client   requests to a running server
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dragoman.cli import batch, bench, chat, check, drain, keys, launch, models, pull, serve, tune, usage
+from dragoman.cli import batch, bench, chat, check, drain, keys, launch, models, probe, pull, serve, tune, usage
 from dragoman.core.errors import ConfigError
 from dragoman.core.version import __version__
 
@@ -30,6 +30,7 @@ examples:
   dragoman models                            list the models
   dragoman chat                              talk to a model
   dragoman launch claude                     start a coding agent that uses your model
+  dragoman probe mine --agent claude         check whether a model can drive an agent
   dragoman serve --model smollm2 --model minilm
                                              serve two built-in models, for chat and for embeddings
   dragoman pull smollm2                      download the built-in model
@@ -96,6 +97,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dragoman {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for command in (serve, check, chat, launch, models, drain, pull, tune, keys, usage, batch, bench):
+    for command in (serve, check, chat, launch, probe, models, drain, pull, tune, keys, usage, batch, bench):
         command.add(commands)
     return parser

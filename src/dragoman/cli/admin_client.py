@@ -30,16 +30,21 @@ API = "/v1"
 
 class AdminClient:
     """`address` names the server in error messages. `token` gives access to `/admin` on a server without keys that the
-    same user runs."""
+    same user runs. `is_at_socket`: it listens on a Unix socket, so `where` means nothing to other programs."""
 
     def __init__(
-        self, address: str, where: ServerAddress, http: "httpx.Client", key: str | None, token: str | None
+        self,
+        address: str,
+        where: ServerAddress,
+        http: "httpx.Client",
+        key: str | None,
+        token: str | None,
+        is_at_socket: bool,
     ) -> None:
         self.address = address
         self.where = where
         self.key = key
-        self.is_at_socket = False
-        """Whether the server listens on a Unix socket, so that `where` has no meaning for other programs."""
+        self.is_at_socket = is_at_socket
         self._http = http
         self._token = token
         if login := where.login or (f"Bearer {key}" if key else None):
@@ -128,9 +133,7 @@ def from_url(url: str, key: str | None, name: str = "--url") -> AdminClient:
     if url.startswith(UNIX):
         path = url.removeprefix(UNIX)
         where, http = _local_server("http://localhost", None, path)
-        client = AdminClient(address, where, http, key, find_socket_admin_token(path))
-        client.is_at_socket = True
-        return client
+        return AdminClient(address, where, http, key, find_socket_admin_token(path), is_at_socket=True)
     try:
         where = parse_address(url)
     except ConfigError as error:
@@ -142,7 +145,7 @@ def from_url(url: str, key: str | None, name: str = "--url") -> AdminClient:
     # Loopback needs no proxy, and plain HTTP needs no certificates.
     verify = ssl.create_default_context() if where.is_tls else False
     http = httpx.Client(verify=verify, trust_env=not where.is_loopback)
-    return AdminClient(address, where, http, key, token)
+    return AdminClient(address, where, http, key, token, is_at_socket=False)
 
 
 def from_settings(settings: Settings, key: str | None) -> AdminClient:
@@ -159,9 +162,7 @@ def from_settings(settings: Settings, key: str | None) -> AdminClient:
     if settings.hosts:
         http.headers["host"] = settings.hosts[0]
     key = key or next(iter(settings.api_keys), None)
-    client = AdminClient(f"the server at {address}", where, http, key, token)
-    client.is_at_socket = settings.socket is not None
-    return client
+    return AdminClient(f"the server at {address}", where, http, key, token, settings.socket is not None)
 
 
 def _local_server(address: str, tls: Tls | None, socket: str | None = None) -> tuple[ServerAddress, "httpx.Client"]:

@@ -24,11 +24,11 @@ from typing import Any
 from dragoman.agents.setup import NO_KEY, Endpoint
 from dragoman.cli import admin_client
 from dragoman.cli.admin_client import AdminClient
-from dragoman.cli.common import add_working_directory, load_config, print_progress
+from dragoman.cli.common import load_config, print_progress
 from dragoman.config.loading import Flags, load
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError, ModelNotFound
-from dragoman.models import Catalog
+from dragoman.models import Catalog, ServedModel
 
 HOST = "127.0.0.1"
 STOP_SECONDS = 10.0
@@ -46,12 +46,12 @@ sys.exit(main(sys.argv[2:]))
 @contextmanager
 def open_endpoint(arguments: argparse.Namespace) -> Iterator[Endpoint]:
     """Find the server and the model, or start a server until the end of the block."""
-    found = find_endpoint(arguments)
-    if found is not None:
-        yield found
+    endpoint = find_endpoint(arguments)
+    if endpoint is not None:
+        yield endpoint
         return
-    with _started_server(arguments) as (server, name):
-        yield _read_endpoint(server, name)
+    with _started_server(arguments) as endpoint:
+        yield endpoint
 
 
 def find_endpoint(arguments: argparse.Namespace) -> Endpoint | None:
@@ -64,14 +64,43 @@ def find_endpoint(arguments: argparse.Namespace) -> Endpoint | None:
         return None
     if settings.tls is not None:
         raise ConfigError(f"{server.address}: give --url with the name in its certificate, which agents check")
+    return _read_endpoint(server, arguments.model or _default_name(settings))
+
+
+def configured_endpoint(arguments: argparse.Namespace) -> Endpoint:
+    """Return the model as it would be at the address of the configuration."""
+    settings = load_config(arguments.config).settings
+    server = admin_client.from_settings(settings, arguments.api_key)
+    name = arguments.model or _default_name(settings)
+    model = None if name is None else _find_configured(settings, name)
+    if model is None:
+        raise ConfigError(f"the configuration has no model {name!r}" if name else "choose a model with --model")
+    info = asyncio.run(model.static_info())
+    where = server.where
+    return Endpoint(where.root, where.api, server.key or NO_KEY, model.name, info.context, info.format)
+
+
+def _default_name(settings: Settings) -> str | None:
     default = settings.default_model
-    return _read_endpoint(server, arguments.model or (None if default is None else default.name))
+    return None if default is None else default.name
+
+
+def _find_configured(settings: Settings, name: str) -> ServedModel | None:
+    async def find() -> ServedModel | None:
+        catalog = Catalog(settings)
+        await catalog.scan()
+        try:
+            return await catalog.find(name)
+        except ModelNotFound:
+            return None
+
+    return asyncio.run(find())
 
 
 def _read_endpoint(server: AdminClient, name: str | None) -> Endpoint:
     where = server.where
     if server.is_at_socket:
-        raise ConfigError(f"{server.address}: agents cannot connect to a Unix socket; serve at an address too")
+        raise ConfigError(f"{server.address}: agents cannot connect to a Unix socket; serve at an address")
     if where.login is not None:
         raise ConfigError(f"{server.address}: agents cannot send a user and a password; give --api-key")
     try:
@@ -100,16 +129,17 @@ def _find_model(server: AdminClient, name: str | None) -> dict[str, Any]:
 
 
 @contextmanager
-def _started_server(arguments: argparse.Namespace) -> Iterator[tuple[AdminClient, str]]:
-    """Start a server and load the model. Yields the name of the model too."""
-    source, name = _find_source(arguments)
+def _started_server(arguments: argparse.Namespace) -> Iterator[Endpoint]:
+    """Start a server and load the model."""
     settings = load_config(arguments.config).settings
-    if settings.socket is not None or settings.tls is not None:
-        raise ConfigError("a server with `socket` or `tls` cannot be started for an agent; start it, and give --url")
+    if settings.socket is not None or settings.tls is not None or settings.hosts is not None:
+        keys = "`socket`, `tls` or `hosts`"
+        raise ConfigError(f"a server with {keys} is not started for an agent; start it, and give --url")
+    source, name = _find_source(arguments, settings)
     port = _free_port()
-    flags = [*([] if arguments.config is None else ["--config", arguments.config]), "--host", HOST, "--port", str(port)]
+    flags = ["--host", HOST, "--port", str(port), *([] if arguments.config is None else ["--config", arguments.config])]
     with tempfile.NamedTemporaryFile("wb", prefix="dragoman-", suffix=".log", delete=False) as log:
-        process = subprocess.Popen(
+        process = subprocess.Popen(  # noqa: S603 (our own program)
             [sys.executable, "-c", SERVE, str(os.getpid()), "serve", *source, *flags],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -119,39 +149,21 @@ def _started_server(arguments: argparse.Namespace) -> Iterator[tuple[AdminClient
     print_progress(f"starting a server on http://{HOST}:{port}; its log is {log.name}")
     try:
         server = _wait_until_running(process, port, arguments.api_key or next(iter(settings.api_keys), None), log.name)
-        _load_model(server, name)
-        yield server, name
+        if name is not None:
+            _load_model(server, name)
+        yield _read_endpoint(server, name)
     finally:
         _stop(process)
 
 
-def _find_source(arguments: argparse.Namespace) -> tuple[list[str], str]:
+def _find_source(arguments: argparse.Namespace, settings: Settings) -> tuple[list[str], str | None]:
     """Return the argument of `dragoman serve` for a model that is not configured, and the name of the model."""
-    settings = load_config(arguments.config).settings
-    name = arguments.model
-    if name is None:
-        default = settings.default_model
-        if default is None:
-            raise ConfigError("several models could be served; choose one with --model")
-        return [], default.name
-    if _is_served(settings, name):
+    name = arguments.model or _default_name(settings)
+    if name is None or _find_configured(settings, name) is not None:
         return [], name
     added = load(arguments.config, Flags(models=[name]), os.environ).settings
     known = {spec.name for spec in settings.models}
     return [name], next(spec.name for spec in added.models if spec.name not in known)
-
-
-def _is_served(settings: Settings, name: str) -> bool:
-    async def find() -> bool:
-        catalog = Catalog(settings)
-        await catalog.scan()
-        try:
-            await catalog.find(name)
-        except ModelNotFound:
-            return False
-        return True
-
-    return asyncio.run(find())
 
 
 def _free_port() -> int:

@@ -58,12 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     agent = find_agent(arguments.agent)
     # Imported late: the list needs no configuration.
-    from dragoman.cli.agent_server import find_endpoint, open_endpoint
+    from dragoman.cli.agent_server import configured_endpoint, find_endpoint, open_endpoint
 
     if arguments.print_config:
         endpoint = find_endpoint(arguments)
         if endpoint is None:
-            raise ConfigError("no server is running; start one with `dragoman serve`, or give --url")
+            endpoint = configured_endpoint(arguments)
+            print_progress(f"no server runs at {endpoint.url}; the settings are for one that does")
         print(_format_config(agent, endpoint))
         return 0
     program = shutil.which(agent.program)
@@ -123,7 +124,8 @@ def _run_agent(program: str, setup: AgentSetup, arguments: list[str]) -> int:
 
     previous = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, *PASSED_ON)}
     try:
-        process = subprocess.Popen([program, *setup.command[1:], *arguments], env=setup.apply(os.environ))
+        command = [program, *setup.command[1:], *arguments]
+        process = subprocess.Popen(command, env=setup.apply(os.environ))  # noqa: S603 (what the user asks for)
         code = process.wait()
     except OSError as error:
         raise ConfigError(f"{program} cannot be started: {error.strerror or error}") from error
