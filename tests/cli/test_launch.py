@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import yaml
-from tools import ports
 
 from dragoman.agents.setup import NO_KEY, SCRIPT_DIRECTORY, Endpoint, build_setup, format_script
 from dragoman.agents.table import AGENTS, Agent
@@ -23,6 +22,7 @@ from tests.cli.test_cli import environment, refused
 from tests.support import fake_agent
 from tests.support.requests import eventually
 from tests.support.server_process import Running, children_of, command_of, has_ended, serving
+from tools import ports
 
 KEY = "launch-key"
 MODEL = {"engine": "scripted", "format": "hermes", "context": 65536, "replies": [{"output": "Hello, agent."}]}
@@ -308,17 +308,20 @@ def test_agent_that_is_not_installed(desk: Desk) -> None:
     assert words == "Claude Code is not installed: npm install -g @anthropic-ai/claude-code"
 
 
-def documented_blocks(agent: Agent) -> list[tuple[str, str]]:
-    section = (DOCS / "agents.md").read_text().partition(f"\n## {agent.title}\n")[2].partition("\n## ")[0]
-    return BLOCK.findall(section)
+PAGE = (DOCS / "agents.md").read_text()
+PRINTED = ("cn", "cline", "pi")
+"""Agents whose settings are long. The page names the command that prints them."""
 
 
 @pytest.mark.parametrize("agent", AGENTS.values(), ids=AGENTS)
 def test_documented_settings_are_those_of_the_table(agent: Agent) -> None:
-    """Each section of docs/agents.md has the settings as a script, or those of Codex and opencode as their file."""
+    """Sections of docs/agents.md have the settings as a script, those of Codex and opencode have them as a file."""
+    assert f"| `{agent.name}` | {agent.title} | {agent.context:,} |" in PAGE
     setup = build_setup(agent, DOCUMENTED, SCRIPT_DIRECTORY)
-    blocks = documented_blocks(agent)
-    if agent.name == "codex":
+    blocks = BLOCK.findall(PAGE.partition(f"\n## {agent.title}\n")[2].partition("\n## ")[0])
+    if agent.name in PRINTED:
+        assert f"`dragoman launch {agent.name} --print-config`" in PAGE
+    elif agent.name == "codex":
         (text,) = (text for language, text in blocks if language == "toml")
         flags = (argument.removeprefix("--config=") for argument in setup.command[1:])
         assert tomllib.loads(text) == tomllib.loads("\n".join(flags))

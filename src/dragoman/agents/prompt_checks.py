@@ -52,7 +52,7 @@ def check_context(probe: Probe) -> str:
         try:
             tokens = client.count_tokens(first.messages, tools=first.tools)
         except NotSupported as error:
-            raise CheckSkipped("the engine does not count tokens") from error
+            raise CheckSkipped(error.message) from error
     size = f"the first prompt of {agent.title} has about {tokens:,} tokens"
     if context is None:
         raise CheckSkipped(f"{size}; the server does not report the context of the model")
@@ -134,7 +134,7 @@ def _render(probe: Probe, messages: Sequence[Message], tools: Sequence[Tool] = T
         try:
             return client.render(messages, tools=tools)
         except NotSupported as error:
-            raise CheckSkipped("the engine does not show its prompts") from error
+            raise CheckSkipped(error.message) from error
 
 
 def _require(prompt: RenderedPrompt, what: str, *texts: str) -> None:
