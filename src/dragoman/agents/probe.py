@@ -63,7 +63,7 @@ class Probe:
         self._deadline = time.monotonic() + self.limit
 
     def client(self) -> Client:
-        """A client for the rest of the time, in the protocol of the agent."""
+        """A client for the rest of the time. Chat completions keep all that the other protocols can express."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise AnswerTimeout("the time is over")
@@ -71,7 +71,7 @@ class Probe:
             self.endpoint.url,
             api_key=self.endpoint.key,
             model=self.endpoint.model,
-            protocol=self.agent.protocol,
+            protocol="chat",
             timeout=left,
             headers={TIMEOUT_HEADER: f"{left:.3f}"},
         )

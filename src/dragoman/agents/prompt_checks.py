@@ -9,7 +9,7 @@ from datetime import datetime
 from dragoman.agents.probe import CheckFailed, CheckSkipped, Probe
 from dragoman.core.engine import RenderedPrompt
 from dragoman.core.errors import NotSupported, quote
-from dragoman.core.request import Message, Reasoning, Text, Tool, ToolCall, ToolResult
+from dragoman.core.request import GenerationRequest, Message, Reasoning, Text, Tool, ToolCall, ToolResult
 
 REPLY_ROOM = 1024
 """Tokens that must be left for the first reply."""
@@ -48,11 +48,7 @@ def check_context(probe: Probe) -> str:
     """The first prompt of the agent fits, and leaves room to work."""
     agent, context = probe.agent, probe.endpoint.context
     first = probe.recording.first
-    with probe.client() as client:
-        try:
-            tokens = client.count_tokens(first.messages, tools=first.tools)
-        except NotSupported as error:
-            raise CheckSkipped(error.message) from error
+    tokens = _count_tokens(probe, first)
     size = f"the first prompt of {agent.title} has about {tokens:,} tokens"
     if context is None:
         raise CheckSkipped(f"{size}; the server does not report the context of the model")
@@ -127,6 +123,18 @@ def check_next_turn(probe: Probe) -> str:
     earlier = probe.recording.second.messages
     answer = Message("assistant", (Reasoning("That was all."), Text("Done.")))
     return _compare(probe, earlier, (*earlier, answer, user("Thank you. Which files did you change?")))
+
+
+def _count_tokens(probe: Probe, request: GenerationRequest) -> int:
+    with probe.client() as client:
+        try:
+            return len(client.render(request.messages, tools=request.tools).tokens)
+        except NotSupported:
+            pass  # some engines only count
+        try:
+            return client.count_tokens(request.messages, tools=request.tools)
+        except NotSupported as error:
+            raise CheckSkipped(error.message) from error
 
 
 def _render(probe: Probe, messages: Sequence[Message], tools: Sequence[Tool] = TOOLS) -> RenderedPrompt:
