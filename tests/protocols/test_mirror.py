@@ -68,7 +68,7 @@ TOOLS = (Tool("weather", "The weather.", SCHEMA), Tool("clock", "", {"type": "ob
 def normalized(request: GenerationRequest, protocol: str) -> Any:
     """Remove what the server adds, and what the protocol cannot express."""
     plain = msgspec.to_builtins(request)
-    for name in ("asked", "extra", "delivery", "choices", "best_of", "echo"):
+    for name in ("asked", "extra", "delivery", "choices", "best_of", "echo", "edits"):
         del plain[name]
     if protocol != "messages":
         del plain["keep_seconds"]
