@@ -219,9 +219,10 @@ def encode_iterations(edited: ContextEdited | None, message: Usage, encode: Enco
     """Return the field of the usage that a compaction adds. Its tokens are not in the other fields."""
     if edited is None or edited.compaction is None:
         return {}
-    iterations = [{"type": "compaction", **encode(edited.compaction.usage)}]
-    if message != Usage():
-        iterations.append({"type": "message", **encode(message)})
+    usages = [("compaction", edited.compaction.usage), *([] if message == Usage() else [("message", message)])]
+    iterations = [{"type": kind, **encode(usage)} for kind, usage in usages]
+    for iteration in iterations:
+        del iteration["output_tokens_details"]
     return {"iterations": iterations}
 
 
