@@ -123,7 +123,8 @@ MESSAGES = st.one_of(
 
 def texts_of(message: Message) -> list[str]:
     found = [part.text for part in message.parts if isinstance(part, Text | Reasoning)]
-    found += [part.content[0].text for part in message.parts if isinstance(part, ToolResult)]
+    results = [inner for part in message.parts if isinstance(part, ToolResult) for inner in part.content]
+    found += [inner.text for inner in results if isinstance(inner, Text)]
     return found + [call.arguments for call in message.tool_calls]
 
 

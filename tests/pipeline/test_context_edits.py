@@ -106,7 +106,9 @@ THOUGHTS = [
 ]
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, ["four"]), (2, ["three", "four"]), (3, ["one", "two", "three", "four"])])
+@pytest.mark.parametrize(
+    ("keep", "left"), [(1, ["four"]), (2, ["three", "four"]), (3, ["one", "two", "three", "four"])]
+)
 def test_clear_thinking(keep: int, left: list[str]) -> None:
     """A turn with several thoughts counts once, and one without thoughts does not count."""
     messages, applied = clear(THOUGHTS, ClearThinking("x", keep))

@@ -185,6 +185,8 @@ def test_misplaced_trigger(items: list[dict[str, Any]], param: str) -> None:
 
 
 SETTING = {"type": "compaction"}
+SETTING_PATH = "context_management[0]"
+NO_COUNTS: list[Any] = [0, -1, 1.5, "9", True, [], {}]
 
 
 @pytest.mark.parametrize(
@@ -210,10 +212,7 @@ def test_threshold(setting: Any, edits: tuple[Compact, ...]) -> None:
         (["compaction"], "context_management[0]"),
         ([{}], "context_management[0].type"),
         ([{"type": "clearing"}], "context_management[0].type"),
-        *(
-            ([SETTING | {"compact_threshold": value}], "context_management[0].compact_threshold")
-            for value in (0, -1, 1.5, "9", True, [], {})
-        ),
+        *[([SETTING | {"compact_threshold": value}], f"{SETTING_PATH}.compact_threshold") for value in NO_COUNTS],
         ([SETTING, SETTING], "context_management[1]"),
     ],
 )
