@@ -27,7 +27,7 @@ from dragoman.core.request import (
     ToolCall,
     ToolResult,
 )
-from dragoman.core.summary import compact_messages, is_user_message, summary_message
+from dragoman.core.summary import compact_messages, count_pending, is_user_message, summary_message
 from dragoman.pipeline.context_edits import edit_context
 from dragoman.pipeline.generate import OnEvents, generate
 from dragoman.pipeline.local_generation import EngineSlots
@@ -160,8 +160,12 @@ def test_every_text_is_read_once_or_stays(
     assert compaction.usage.completion == len(engine.requests)
     users = [message for message in messages if message.role == "user"]
     kept = users[len(users) - compaction.kept :]
+    pending = kept[len(kept) - compaction.pending :]
+    assert pending == messages[len(messages) - len(pending) :]
+    assert len(pending) in (len(kept), count_pending(messages))
     heads = [message for message in messages if message.role == "system"]
-    assert list(compacted.messages) == [*heads, summary_message(compaction.summary), *kept]
+    answered = kept[: len(kept) - len(pending)]
+    assert list(compacted.messages) == [*heads, *answered, summary_message(compaction.summary), *pending]
     if counts:
         limit = (context - SHORT.limit(context)) // 3
         assert sum(-(-len(message.text) // size) for message in kept) <= limit
@@ -225,7 +229,7 @@ def test_instructions_replace_the_prompt() -> None:
 
 def test_a_second_compaction_reads_the_first() -> None:
     engine = Summarizer()
-    before = compact_messages([said("user", "one"), said("assistant", "two")], "They met.", 1)
+    before = compact_messages([said("user", "one"), said("assistant", "two")], "They met.", 1, 0)
     compacted, events = edit(engine, asking(*before, said("user", "three"), edits=(Compact("x", 1),)))
     assert compacted is not None
     assert "They met." in engine.prompts[0]

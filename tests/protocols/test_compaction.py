@@ -36,13 +36,13 @@ from tests.support.sdk import adapter, validated
 
 rejected_response = partial(wire.rejected_param, "responses")
 rejected_message = partial(wire.rejected_param, "messages")
-COMPACTION = Compaction("They met.", 1, Usage(100, 10, 5))
+COMPACTION = Compaction("They met.", 1, 1, Usage(100, 10, 5))
 TRIGGER = {"type": "compaction_trigger"}
 OTHERS = [ord(character) for character in "Az09+/=. é"]
 
 
-def item(summary: str = "They met.", kept: int = 1) -> dict[str, Any]:
-    return encode_item(Compaction(summary, kept, Usage()), "cmp_1")
+def item(summary: str = "They met.", kept: int = 1, pending: int = 0) -> dict[str, Any]:
+    return encode_item(Compaction(summary, kept, pending, Usage()), "cmp_1")
 
 
 def said(role: str, text: str) -> dict[str, Any]:
@@ -94,22 +94,22 @@ def messages_of(*items: dict[str, Any], **fields: Any) -> list[Message]:
 
 
 def test_the_model_sees_the_summary_and_the_kept_messages() -> None:
-    expected = [text("developer", "dev"), summary_message("They met."), text("user", "two"), text("user", "three")]
+    expected = [text("developer", "dev"), text("user", "two"), summary_message("They met."), text("user", "three")]
     assert messages_of(*HISTORY, item(), said("user", "three")) == expected
     # A client may leave out what the item replaces.
     assert messages_of(HISTORY[0], HISTORY[-1], item(), said("user", "three")) == expected
     assert messages_of(*HISTORY, item(kept=0)) == [text("developer", "dev"), summary_message("They met.")]
-    both = messages_of(*HISTORY, item(kept=9), instructions="sys")
+    both = messages_of(*HISTORY, item(kept=9, pending=1), instructions="sys")
     assert both == [
-        *(text("system", "sys"), text("developer", "dev"), summary_message("They met.")),
-        *(text("user", "one"), text("user", "two")),
+        *(text("system", "sys"), text("developer", "dev"), text("user", "one")),
+        *(summary_message("They met."), text("user", "two")),
     ]
 
 
 def test_the_last_of_several_compactions_counts() -> None:
     found = messages_of(*HISTORY, item("one", 2), said("assistant", "b"), item("two", 9), said("assistant", "c"))
     assert found == [
-        *(text("developer", "dev"), summary_message("two"), text("user", "one"), text("user", "two")),
+        *(text("developer", "dev"), text("user", "one"), text("user", "two"), summary_message("two")),
         text("assistant", "c"),
     ]
     # Those before it are not opened.
@@ -120,7 +120,7 @@ def test_the_last_of_several_compactions_counts() -> None:
 def test_thousands_of_compactions() -> None:
     items = [entry for at in range(5000) for entry in (said("user", str(at)), item(str(at), 5000))]
     found = messages_of(*items)
-    assert (len(found), found[0], found[-1]) == (5001, summary_message("4999"), text("user", "4999"))
+    assert (len(found), found[0], found[-1]) == (5001, text("user", "0"), summary_message("4999"))
 
 
 def test_the_stored_conversation_begins_with_the_compaction() -> None:
@@ -140,7 +140,7 @@ DAMAGED = {
     "of reasoning": Seal.REASONING.seal("hm"),
     "no JSON": Seal.COMPACTION.seal("{"),
     "no summary": Seal.COMPACTION.seal("{}"),
-    "negative": Seal.COMPACTION.seal('{"summary":"s","kept":-1}'),
+    "negative": Seal.COMPACTION.seal('{"summary":"s","kept":-1,"pending":0}'),
     "deep": Seal.COMPACTION.seal("[" * 100_000),
     "10 MB of zeros": "dgm1." + base64.b64encode(bytes(10_000_000)).decode(),
 }
@@ -293,11 +293,12 @@ def test_a_response_that_is_only_a_compaction(progress: tuple[ContextEvent, ...]
     assert (reply["status"], reply["usage"]["total_tokens"]) == ("completed", 110)
 
 
-@given(st.text(min_size=1), st.integers(0, 3))
-def test_a_compaction_comes_back_as_it_was_made(summary: str, kept: int) -> None:
-    reply = check_reply("responses", REQUEST, ContextEdited((), Compaction(summary, kept, Usage())), *STOPPED)
-    before = messages_of(*HISTORY)
-    assert messages_of(*HISTORY, *reply["output"]) == list(compact_messages(before, summary, kept))
+@given(st.text(min_size=1), st.integers(0, 3), st.integers(0, 3))
+def test_a_compaction_comes_back_as_it_was_made(summary: str, kept: int, pending: int) -> None:
+    compaction = Compaction(summary, kept, pending, Usage())
+    reply = check_reply("responses", REQUEST, ContextEdited((), compaction), *STOPPED)
+    compacted = compact_messages(messages_of(*HISTORY), summary, kept, pending)
+    assert messages_of(*HISTORY, *reply["output"]) == list(compacted)
 
 
 # Messages: requests
@@ -519,7 +520,7 @@ def test_a_message_with_cleared_content() -> None:
 
 @given(st.text(min_size=1))
 def test_a_block_comes_back_as_it_was_made(summary: str) -> None:
-    edited = ContextEdited((), Compaction(summary, 2, Usage()))
+    edited = ContextEdited((), Compaction(summary, 2, 1, Usage()))
     reply = check_reply("messages", request_with(Compact(PATH, 9)), edited, Started(), *ANSWER[1:])
     history = [HI, turn("assistant", *reply["content"]), HI]
     assert list(decode_message(messages=history).messages) == [

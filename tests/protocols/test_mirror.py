@@ -101,6 +101,8 @@ def joined(protocol: str, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join adjacent texts, and remove the signatures that only messages keep."""
     found: list[dict[str, Any]] = []
     for part in parts:
+        if part["type"] == "summary":
+            part["type"] = "text"
         if protocol != "messages":
             part.pop("signature", None)
             part.pop("is_error", None)

@@ -67,10 +67,12 @@ class AppliedEdit(msgspec.Struct, frozen=True):
 
 
 class Compaction(msgspec.Struct, frozen=True):
-    """`kept` is the number of the most recent user messages that stay beside the summary."""
+    """`kept` is the number of the most recent user messages that stay beside the summary. The `pending` last ones of
+    them have no reply yet."""
 
     summary: str
     kept: int
+    pending: int
     usage: Usage
 
 

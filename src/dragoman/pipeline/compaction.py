@@ -12,7 +12,13 @@ import msgspec
 from dragoman.core.edits import DEFAULT_THRESHOLD, Compact, Compaction
 from dragoman.core.errors import BadRequest
 from dragoman.core.request import GenerationRequest
-from dragoman.core.summary import compact_messages, is_system_message, is_user_message, last_user_messages
+from dragoman.core.summary import (
+    compact_messages,
+    count_pending,
+    is_system_message,
+    is_user_message,
+    last_user_messages,
+)
 from dragoman.pipeline.summary_writer import SummaryWriter
 from dragoman.pipeline.token_counter import TokenCounter
 from dragoman.pipeline.transcript import Transcript
@@ -40,8 +46,9 @@ async def compact(
     if not transcript.text:
         raise BadRequest(f"{edit.path}: there is no conversation to compact", param=edit.path)
     summary, usage = await writer.write(request, transcript, edit.instructions)
-    compacted = msgspec.structs.replace(request, messages=compact_messages(request.messages, summary, kept))
-    return compacted, Compaction(summary, kept, usage)
+    pending = min(kept, count_pending(request.messages))
+    messages = compact_messages(request.messages, summary, kept, pending)
+    return msgspec.structs.replace(request, messages=messages), Compaction(summary, kept, pending, usage)
 
 
 async def _count_kept(request: GenerationRequest, counter: TokenCounter, most: int) -> int:

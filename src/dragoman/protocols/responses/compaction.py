@@ -33,6 +33,7 @@ TRIGGER = "compaction_trigger"
 SETTING = "context_management"
 ID_PREFIX = "cmp_"
 LocatedItem = tuple[str, str, dict[str, Any]]
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class CompactionItem(msgspec.Struct, frozen=True):
@@ -43,7 +44,8 @@ class SealedCompaction(msgspec.Struct, frozen=True):
     """What a later request needs to know of a `Compaction`."""
 
     summary: str
-    kept: Annotated[int, msgspec.Meta(ge=0)]
+    kept: NonNegative
+    pending: NonNegative
 
 
 class CompactionSetting(msgspec.Struct, frozen=True):
@@ -52,8 +54,9 @@ class CompactionSetting(msgspec.Struct, frozen=True):
 
 
 def encode_item(compaction: Compaction, item_id: str) -> dict[str, Any]:
-    sealed = msgspec.json.encode(SealedCompaction(compaction.summary, compaction.kept)).decode()
-    return {"type": COMPACTION, "id": item_id, "encrypted_content": Seal.COMPACTION.seal(sealed)}
+    sealed = SealedCompaction(compaction.summary, compaction.kept, compaction.pending)
+    content = Seal.COMPACTION.seal(msgspec.json.encode(sealed).decode())
+    return {"type": COMPACTION, "id": item_id, "encrypted_content": content}
 
 
 def open_item(path: str, item: dict[str, Any]) -> SealedCompaction:

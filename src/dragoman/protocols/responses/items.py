@@ -192,7 +192,7 @@ class _MessageBuilder:
         elif kind in compaction.KINDS:
             self.end_turn()
             sealed = compaction.open_item(path, item)
-            self.messages = list(compact_messages(self.messages, sealed.summary, sealed.kept))
+            self.messages = list(compact_messages(self.messages, sealed.summary, sealed.kept, sealed.pending))
         elif kind == "mcp_call":
             self._mcp_call(json_body.convert(item, McpCall, path))
         elif kind in OUTPUTS:
