@@ -38,7 +38,15 @@ TIMEOUT_SECONDS = 120
 CLIENT_ONLY = {"MalformedToolCall", "OutputMismatch", "StepLimitReached"}
 SERVER_ONLY = {
     *("EngineFailed", "EngineDied", "EngineTimeout", "DeadlineExceeded", "ModelFailed", "StorageUnavailable"),
-    *("InvalidConfig", "ThreadUnsupported", "PreviousResponseNotFound", "TokensLimited", "RequestTimeout"),
+    *(
+        "CompactionFailed",
+        "InvalidSeal",
+        "InvalidConfig",
+        "ThreadUnsupported",
+        "PreviousResponseNotFound",
+        "TokensLimited",
+        "RequestTimeout",
+    ),
     *("UnsupportedMedia", "UpgradeRequired", "HeadersTooLarge", "NoRoomForReply", "RequestRefused", "DragomanError"),
 }
 """Errors that the client does not raise for other servers."""

@@ -57,6 +57,7 @@ PATHS: dict[str, Methods[App]] = {
         "GET": Route(responses.no_websocket, family=OPENAI),
     },
     f"{RESPONSES_PATH}/input_tokens": {"POST": Route(responses.count, family=OPENAI, is_recorded=True)},
+    f"{RESPONSES_PATH}/compact": {"POST": SharedRoute(responses.compact, PREFIX, OPENAI, is_recorded=True)},
     conversations.PATH: {"POST": Route(conversations.create, family=OPENAI)},
     batches.PATH: {"POST": Route(batches.create, family=OPENAI), "GET": Route(batches.list_batches, family=OPENAI)},
     batches.ANTHROPIC_PATH: {
