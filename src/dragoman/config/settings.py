@@ -72,6 +72,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     api_keys: tuple[Word, ...] = ()
     strict: bool = False
     event_log: Word | None = None
+    record: Word | None = None
+    """The file in which requests and replies are recorded, with prompts."""
     hosts: tuple[Word, ...] | None = None
     """Accepted values of the Host header; None means that `host` decides."""
     limits: Limits = Limits()

@@ -110,6 +110,8 @@ async def _start_background(
     strict = exchange.headers.get(STRICT)
     saved = BackgroundRequest(SavedCaller.of(exchange.caller), request.model, again, strict)
     await app.background.start(queued, saved, frames)
+    # The job is recorded, with the whole reply.
+    exchange.response.recording = None
     if request.delivery.stream:
         await send_events(app, exchange, identified.id, -1)
     else:
