@@ -37,7 +37,8 @@ from dragoman.server.http.headers import check_media_type, host_name, merge_head
 from dragoman.server.http.response import DIRECT, Receive, Response, Scope, Send
 from dragoman.server.request_timer import STREAM_STEP, RequestTimer, slow_body_error, slow_stream_error
 from dragoman.server.response_writer import ResponseWriter
-from dragoman.server.telemetry.metrics import CLIENT_DISCONNECTED, Meter, RequestRecord
+from dragoman.server.telemetry.meter import Meter
+from dragoman.server.telemetry.metrics import CLIENT_DISCONNECTED, RequestRecord
 
 T = TypeVar("T")
 log = logging.getLogger("dragoman.server")

@@ -25,7 +25,7 @@ from dragoman.core.request import (
     Text,
 )
 from dragoman.protocols import json_body, openai, thinking
-from dragoman.protocols.responses import compaction, items, tools
+from dragoman.protocols.responses import compaction_items, items, tools
 from dragoman.protocols.responses.calls import ClientTool
 from dragoman.protocols.responses.tools import ToolChoiceField
 
@@ -193,7 +193,7 @@ def decode(
     """
     asked = [Asked(Feature.CHAT, "input"), *openai.requested_features(parsed_request.fields, parsed_request.parsed)]
     resolved = _resolve_references(parsed_request.items, referenced or {}, asked)
-    sent, trigger = compaction.take_trigger(resolved)
+    sent, trigger = compaction_items.take_trigger(resolved)
     path = "previous_response_id" if parsed_request.conversation is None else "conversation"
     before = [(path, items.kind_of(item, path), item) for item in earlier]
     items.check_count(len(before) + len(sent))
@@ -205,7 +205,7 @@ def decode(
     messages = (*system, *items.decode(located, toolset, asked))
     if not messages:
         raise _empty_input(asked)
-    edits = compaction.decode_setting(fields.context_management or (), asked)
+    edits = compaction_items.decode_setting(fields.context_management or (), asked)
     if compacts or trigger is not None:
         edits = (Compact(trigger or "input", stops=True),)
     if compacts:
