@@ -178,3 +178,10 @@ class Calling(Engine):
             yield ToolCallStart(f"call_{at}", request.tools[0].name)
             yield from (ToolCallDelta(piece) for piece in ('{"cit', 'y": "', word, '"}'))
         yield Finished("tool_calls")
+
+
+class History(Engine):
+    """Says how many messages the conversation has, and the text of the first one."""
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield f"{len(request.messages)} messages: {request.messages[0].text}"

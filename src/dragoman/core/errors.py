@@ -2,8 +2,8 @@
 
     DragomanError
     ├── BadRequest 400 ── ContextTooLong ── NoRoomForReply
-    │                     InvalidConfig, InvalidSchema, PreviousResponseNotFound, RequestRefused, ThreadUnsupported,
-    │                     UnsupportedParameter
+    │                     InvalidConfig, InvalidSchema, InvalidStreamId, PreviousResponseNotFound, RequestRefused,
+    │                     ResponseCancelled, StreamLimitReached, ThreadUnsupported, UnsupportedParameter
     ├── Unauthorized 401
     ├── PermissionDenied 403
     ├── NotFound 404 ── ModelNotFound
@@ -142,12 +142,24 @@ class InvalidSchema(BadRequest, code="invalid_schema"):
     pass
 
 
+class InvalidStreamId(BadRequest, code="invalid_stream_id"):
+    pass
+
+
 class PreviousResponseNotFound(BadRequest, code="previous_response_not_found"):
     pass
 
 
 class RequestRefused(BadRequest, code="request_refused"):
     """The request has crashed the engine's process before."""
+
+
+class ResponseCancelled(BadRequest, code="response_cancelled"):
+    """The client has cancelled a response before its first event."""
+
+
+class StreamLimitReached(BadRequest, code="websocket_stream_limit_reached"):
+    """A WebSocket has too many streams."""
 
 
 class ThreadUnsupported(BadRequest, code="thread_unsupported_request"):

@@ -37,6 +37,8 @@ from dragoman.server.http.response import DIRECT, Receive, Response, Scope, Send
 from dragoman.server.request_timer import STREAM_STEP, RequestTimer, slow_body_error, slow_stream_error
 from dragoman.server.response_writer import ResponseWriter
 from dragoman.server.telemetry.metrics import CLIENT_DISCONNECTED, Meter, RequestRecord
+from dragoman.server.websocket.handshake import WEBSOCKET
+from dragoman.server.websocket.memory import MEMORY, TurnMemory
 
 T = TypeVar("T")
 log = logging.getLogger("dragoman.server")
@@ -69,6 +71,10 @@ class HttpExchange:
         self._direct: Response | None = None if connection is None else connection.response(scope)
         self.job: RequestJob | None = extensions.get(JOB)
         """Set if the server itself sent the request, for a caller who does not wait."""
+        self.is_websocket = WEBSOCKET in extensions
+        """Whether the request opens a WebSocket."""
+        self.memory: TurnMemory | None = extensions.get(MEMORY)
+        """What the WebSocket of the request remembers; None for a request of HTTP."""
         self.peer: str | None = (scope.get("client") or (None,))[0]
         """The address of the other end of the connection; None for a Unix socket."""
         self.method: str = scope["method"]

@@ -111,6 +111,8 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     fields: ResponseFields
     items: list[items.LocatedItem]
     """The input, with references to stored items."""
+    generates: bool = True
+    """False: the request only prepares the next one on its WebSocket, so it may have no input."""
 
     @property
     def conversation(self) -> str | None:
@@ -149,10 +151,13 @@ class ResponseRequest(msgspec.Struct, frozen=True):
 
 
 def parse(body: bytes) -> ParsedRequest:
-    parsed = json_body.parse(body)
+    return read(json_body.parse(body))
+
+
+def read(parsed: dict[str, Any], generates: bool = True) -> ParsedRequest:
     fields = json_body.convert(parsed, ResponseFields)
     _check_supported(fields)
-    return ParsedRequest(parsed, fields, items.locate(() if fields.input is None else fields.input))
+    return ParsedRequest(parsed, fields, items.locate(() if fields.input is None else fields.input), generates)
 
 
 def _check_supported(fields: ResponseFields) -> None:
@@ -195,7 +200,7 @@ def decode(
     choice, left = tools.choose(fields.tool_choice, fields.parallel_tool_calls is not False, toolset, asked)
     system = (Message("system", (Text(fields.instructions),)),) if fields.instructions else ()
     messages = (*system, *items.decode(located, toolset, asked))
-    if not messages:
+    if not messages and parsed_request.generates:
         raise _empty_input(asked)
     _note_options(fields, parsed_request.parsed, asked)
     wants_logprobs = LOGPROBS in (fields.include or ()) or bool(fields.top_logprobs)
