@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from websockets.sync.client import ClientConnection
 
 from dragoman.server.websocket import memory, session
+from dragoman.storage.response_values import StoredItem
 from tests.protocols import response_events
 from tests.support.raw_http import raw
 from tests.support.requests import PATIENCE, eventually, recorded, refused, under_way
@@ -169,11 +170,12 @@ FRAGMENTS = (
     limit=st.one_of(st.none(), st.integers(1, 4)),
 )
 def test_events_equal_those_of_http(server: Running, text: str, model: str, tools: bool, limit: int | None) -> None:
-    request = {"model": model, "input": text or "x", "store": False, "max_output_tokens": limit}
-    request |= {"tools": [GET_WEATHER]} if tools else {}
-    reply = httpx.post(f"{server.url}{RESPONSES}", json={**request, "stream": True}, timeout=PATIENCE, trust_env=False)
+    fields: dict[str, Any] = {"model": model, "store": False, "max_output_tokens": limit}
+    fields |= {"tools": [GET_WEATHER]} if tools else {}
+    body = {"input": text or "x", "stream": True, **fields}
+    reply = httpx.post(f"{server.url}{RESPONSES}", json=body, timeout=PATIENCE, trust_env=False)
     with opened(server) as websocket:
-        create(websocket, request.pop("input"), **request)
+        create(websocket, text or "x", **fields)
         events = events_of(websocket)
     assert normalized(events) == normalized(response_events.read(reply.content))
 
@@ -331,7 +333,7 @@ class TestMemory:
     """The memory of the connections of a process, without a server."""
 
     def remember(self, connection: memory.ConnectionMemory, response_id: str, size: int = 0) -> None:
-        items = (memory.StoredItem("item", bytes(size - memory.ITEM_BYTES)),) if size else ()
+        items = (StoredItem("item", bytes(size - memory.ITEM_BYTES)),) if size else ()
         memory.TurnMemory(connection, None).remember("ann", response_id, items)
 
     def remembered(self, connection: memory.ConnectionMemory, count: int) -> list[str]:
@@ -459,7 +461,7 @@ def test_cancelled_response_ends_as_incomplete(server: Running, websocket: Clien
 
 def test_cancelled_response_keeps_its_complete_items(websocket: ClientConnection) -> None:
     create(websocket, f"<think>hm</think>{'word ' * 5000}", model="hermes")
-    events = []
+    events: list[dict[str, Any]] = []
     while not events or events[-1]["type"] != "response.output_item.done":
         events.append(next_event(websocket))
     websocket.send(json.dumps({"type": "response.cancel"}))

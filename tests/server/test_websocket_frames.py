@@ -17,7 +17,8 @@ LIMIT = 1000
 
 def feed(pieces: Iterable[bytes], limit: int = LIMIT) -> tuple[list[Event], tuple[int, str] | None]:
     """The events of these pieces, and the violation that ends them."""
-    frames, events = WebSocketFrames(limit), []
+    frames = WebSocketFrames(limit)
+    events: list[Event] = []
     try:
         for piece in pieces:
             events += frames.feed(piece, 0.0)
