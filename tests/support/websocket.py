@@ -5,7 +5,7 @@ import socket
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from websockets.sync.client import ClientConnection
 from websockets.sync.client import connect as connect_websocket
@@ -22,9 +22,13 @@ CONTINUATION, TEXT, BINARY, CLOSE, PING, PONG = 0, 1, 2, 8, 9, 10
 LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed")
 
 
+class Address(Protocol):
+    port: int
+
+
 @contextmanager
 def opened(
-    running: Running, headers: Mapping[str, str] | None = None, path: str = RESPONSES, **options: Any
+    running: Address, headers: Mapping[str, str] | None = None, path: str = RESPONSES, **options: Any
 ) -> Iterator[ClientConnection]:
     given = {"open_timeout": PATIENCE, "max_size": None, "proxy": None, "additional_headers": headers, **options}
     with connect_websocket(f"ws://127.0.0.1:{running.port}{path}", **given) as websocket:
