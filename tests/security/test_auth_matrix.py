@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from tools.websocket import CLOSE, frame
 
 from dragoman.server.routes import PATHS, PREFIX_PATHS
 from tests.security.conftest import Guarded
@@ -21,7 +22,7 @@ from tests.security.http_client import Answer, PipelinedClient, Request
 from tests.security.rules import RULES, RULES_BELOW, SAMPLES, allowed_statuses, decoded_path
 from tests.support.raw_http import raw
 from tests.support.server_process import Running, Serving
-from tests.support.websocket import CLOSE, frame, handshake
+from tests.support.websocket import handshake
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "PROPFIND")
 OWN_METHODS = ("GET", "POST", "DELETE")

@@ -6,12 +6,13 @@ from typing import Any
 
 import httpx
 import pytest
+from tools.websocket import CLOSE, KEY, frame
 
 from tests.protocols import anthropic_stream, response_events
 from tests.support.raw_http import raw
 from tests.support.requests import frames
 from tests.support.server_process import Running, server_fixture
-from tests.support.websocket import CLOSE, KEY, frame, handshake
+from tests.support.websocket import handshake
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 SCRIPT = f"<think>Better look.</think>Let me see.\n{CALL}"

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tools.websocket import HANDSHAKE, KEY
 from websockets.sync.client import ClientConnection
 
 from dragoman.server.websocket import memory, session
@@ -18,8 +19,6 @@ from tests.support.raw_http import raw
 from tests.support.requests import PATIENCE, eventually, recorded, refused, under_way
 from tests.support.server_process import Running, server_fixture
 from tests.support.websocket import (
-    HANDSHAKE,
-    KEY,
     LAST_EVENTS,
     RESPONSES,
     create,

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tools.websocket import BINARY, CLOSE, CONTINUATION, PING, PONG, TEXT, fragmented, frame
 from wsproto.events import BytesMessage, CloseConnection, Event, Ping, Pong, TextMessage
 
 from dragoman.server.http import websocket_frames
 from dragoman.server.http.websocket_frames import MAX_SMALL_FRAMES, SMALL_FRAME, WebSocketFrames, WebSocketViolation
-from tests.support.websocket import BINARY, CLOSE, CONTINUATION, PING, PONG, TEXT, fragmented, frame
 
 LIMIT = 1000
 

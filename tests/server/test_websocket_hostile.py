@@ -7,25 +7,13 @@ import time
 from collections.abc import Iterable, Iterator
 
 import pytest
+from tools.websocket import BINARY, CLOSE, CONTINUATION, PING, PONG, TEXT, fragmented, frame
 
 from dragoman.server.http.websocket_frames import MAX_SMALL_FRAMES
 from tests.support.raw_http import connect, read
 from tests.support.requests import CHAT, PATIENCE, ask, eventually, recorded, refused, talking, text_of, under_way
 from tests.support.server_process import Running, server_fixture
-from tests.support.websocket import (
-    BINARY,
-    CLOSE,
-    CONTINUATION,
-    PING,
-    PONG,
-    TEXT,
-    RawSocket,
-    fragmented,
-    frame,
-    handshake,
-    raw_socket,
-    text_frame,
-)
+from tests.support.websocket import RawSocket, handshake, raw_socket, text_frame
 
 BODY_BYTES = 300_000
 CREATE = {"type": "response.create", "input": "hello", "store": False}

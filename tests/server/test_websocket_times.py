@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from tools.websocket import CLOSE, PING, PONG, TEXT, frame
 
 from dragoman import create_app
 from dragoman.config.settings import Settings
@@ -14,7 +15,7 @@ from dragoman.server.http import websocket as websocket_connection
 from dragoman.server.http.server import HttpServer, bind_sockets
 from dragoman.server.websocket import session
 from tests.support.requests import PATIENCE
-from tests.support.websocket import CLOSE, PING, PONG, TEXT, frame, handshake, text_frame
+from tests.support.websocket import handshake, text_frame
 
 
 @asynccontextmanager

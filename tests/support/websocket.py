@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from tools.websocket import CLOSE, HANDSHAKE, TEXT, frame, read_frame
 from websockets.sync.client import ClientConnection
 from websockets.sync.client import connect as connect_websocket
 
@@ -15,10 +16,6 @@ from tests.support.requests import PATIENCE
 from tests.support.server_process import Running
 
 RESPONSES = "/v1/responses"
-KEY = b"dGhlIHNhbXBsZSBub25jZQ=="
-HANDSHAKE = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: " + KEY
-CONTINUATION, TEXT, BINARY, CLOSE, PING, PONG = 0, 1, 2, 8, 9, 10
-"""Opcodes of frames."""
 LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed")
 
 
@@ -79,30 +76,8 @@ def text_of_response(response: Mapping[str, Any]) -> str:
 # Raw frames.
 
 
-def frame(opcode: int, payload: bytes = b"", *, fin: bool = True, mask: bytes | None = b"mask", rsv: int = 0) -> bytes:
-    first = fin << 7 | rsv << 4 | opcode
-    length = len(payload)
-    if length < 126:
-        head = struct.pack("!BB", first, (mask is not None) << 7 | length)
-    elif length < 65536:
-        head = struct.pack("!BBH", first, (mask is not None) << 7 | 126, length)
-    else:
-        head = struct.pack("!BBQ", first, (mask is not None) << 7 | 127, length)
-    if mask is None:
-        return head + payload
-    key = mask * (length // 4 + 1)
-    return head + mask + (int.from_bytes(payload) ^ int.from_bytes(key[:length])).to_bytes(length)
-
-
 def text_frame(value: object) -> bytes:
     return frame(TEXT, json.dumps(value).encode())
-
-
-def fragmented(payload: bytes, size: int, opcode: int = TEXT) -> list[bytes]:
-    """The frames of a message in fragments of this size."""
-    pieces = [payload[at : at + size] for at in range(0, len(payload), size)] or [b""]
-    last = len(pieces) - 1
-    return [frame(opcode if not at else CONTINUATION, piece, fin=at == last) for at, piece in enumerate(pieces)]
 
 
 def handshake(path: str = RESPONSES, *lines: bytes, opening: bytes = HANDSHAKE) -> bytes:
@@ -119,35 +94,25 @@ class RawSocket:
     def send(self, *data: bytes) -> None:
         self.sock.sendall(b"".join(data))
 
-    def _read(self, size: int) -> bytes:
-        while len(self.received) < size:
-            piece = self.sock.recv(65536)
-            if not piece:
-                raise EOFError
-            self.received += piece
-        taken = bytes(self.received[:size])
-        del self.received[:size]
-        return taken
+    def _receive(self) -> None:
+        piece = self.sock.recv(65536)
+        if not piece:
+            raise EOFError(bytes(self.received))
+        self.received += piece
 
     def read_head(self) -> bytes:
-        while b"\r\n\r\n" not in self.received:
-            piece = self.sock.recv(65536)
-            if not piece:
-                raise EOFError(bytes(self.received))
-            self.received += piece
-        return self._read(self.received.index(b"\r\n\r\n") + 4)
+        while (end := self.received.find(b"\r\n\r\n")) < 0:
+            self._receive()
+        head = bytes(self.received[:end])
+        del self.received[: end + 4]
+        return head
 
     def read_frame(self) -> tuple[int, bytes]:
-        """The opcode and the payload. A server sends whole, unmasked frames."""
-        first, second = self._read(2)
-        assert first & 0xF0 == 0x80
-        assert second < 128
-        size = second
-        if second == 126:
-            size = struct.unpack("!H", self._read(2))[0]
-        elif second == 127:
-            size = struct.unpack("!Q", self._read(8))[0]
-        return first & 15, self._read(size)
+        while (found := read_frame(self.received)) is None:
+            self._receive()
+        opcode, payload, end = found
+        del self.received[:end]
+        return opcode, payload
 
     def frames(self) -> Iterator[tuple[int, bytes]]:
         """All frames until the server closes the connection."""

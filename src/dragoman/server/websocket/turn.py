@@ -84,8 +84,9 @@ class Turn:
 
     async def run(self, message: bytes) -> None:
         reply = await call_app(self._app, self._scope, message, self._disconnected, self._send_frames)
-        if self._is_cancelled:
-            if not self._has_ended:
+        if self._disconnected.is_set():
+            # There is no reply.
+            if self._is_cancelled and not self._has_ended:
                 await self._send_cancelled()
         elif reply.status != 200:
             self._memory.forget_continued()
