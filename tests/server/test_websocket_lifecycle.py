@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import ssl
@@ -200,7 +201,7 @@ class Ticking(Engine):
 
 @pytest.mark.parametrize("implementation", ["websockets-sansio", "wsproto"])
 @pytest.mark.parametrize("prefix", ["", "/ai"])
-def test_mounted_app(implementation: str, prefix: str) -> None:
+def test_mounted_app(implementation: str, prefix: str, caplog: pytest.LogCaptureFixture) -> None:
     engine = Ticking()
     with mounted(create_app(ScriptedEngine(), engine), implementation, prefix) as address:
         with opened(address, path=f"{prefix}{RESPONSES}") as websocket:
@@ -221,3 +222,4 @@ def test_mounted_app(implementation: str, prefix: str) -> None:
                 pass
             assert refused.value.response.status_code == status
             assert json.loads(refused.value.response.body)["error"]["code"]
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []

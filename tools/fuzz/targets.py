@@ -29,7 +29,7 @@ HTTP_TARGETS: Mapping[str, HttpTarget] = {
 LOCAL_SHARES: Mapping[str, float] = {"schemas": 0.04, "templates": 0.02, "gguf": 0.04, "ipc": 0.1}
 """Cases of the in-process targets, which need no server: so many for each request on the scripted engine."""
 SHARES: Mapping[str, Mapping[str, float]] = {
-    "scripted": {"requests": 0.8, "http": 0.15, "websocket": 0.05, "sse": 0.05, **LOCAL_SHARES},
+    "scripted": {"requests": 0.8, "http": 0.15, "websocket": 0.03, "sse": 0.05, **LOCAL_SHARES},
     "smollm2": {"requests": 0.7, "schemas": 0.3},
 }
 """How many cases each target has, for each request of a run on this engine."""

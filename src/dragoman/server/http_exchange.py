@@ -205,8 +205,13 @@ class HttpExchange:
         error = self.timer.timeout_error(now)
         if error is not None:
             self._abort(error)
-        elif self.response.is_streaming and self.job is None and now - self.response.written > keepalive_seconds:
+        elif self._needs_comments and now - self.response.written > keepalive_seconds:
             self.response.send_comment()
+
+    @property
+    def _needs_comments(self) -> bool:
+        """Whether a silent stream gets comments. A job has no connection, and a WebSocket has pings."""
+        return self.response.is_streaming and self.job is None and self.memory is None
 
     def _listen(self) -> None:
         self._listener = asyncio.create_task(self._cancel_on_disconnect())

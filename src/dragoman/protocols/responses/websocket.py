@@ -90,8 +90,8 @@ def parse_create(message: bytes) -> server.ParsedRequest:
 
 
 def split_frames(part: bytes) -> Iterator[bytes]:
-    """The frames of a part of a stream, without comments. No frame is cut off."""
-    return (frame for frame in part.split(FRAME_END) if frame and not frame.startswith(b":"))
+    """The frames of a part of a stream. No frame is cut off."""
+    return (frame for frame in part.split(FRAME_END) if frame)
 
 
 def encode_event(frame: bytes, stream_id: str | None) -> str:
