@@ -39,6 +39,7 @@ CLIENT_ONLY = {"MalformedToolCall", "OutputMismatch", "StepLimitReached"}
 SERVER_ONLY = {
     *("EngineFailed", "EngineDied", "EngineTimeout", "DeadlineExceeded", "ModelFailed", "StorageUnavailable"),
     *("InvalidConfig", "ThreadUnsupported", "PreviousResponseNotFound", "TokensLimited", "RequestTimeout"),
+    *("InvalidStreamId", "ResponseCancelled", "StreamLimitReached"),
     *("UnsupportedMedia", "UpgradeRequired", "HeadersTooLarge", "NoRoomForReply", "RequestRefused", "DragomanError"),
 }
 """Errors that the client does not raise for other servers."""
