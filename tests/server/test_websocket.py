@@ -53,7 +53,7 @@ server = server_fixture(
         },
         "default": "echo",
         "hosts": ["127.0.0.1", "localhost"],
-        "limits": {"body_bytes": 200_000},
+        "limits": {"body_bytes": 200_000, "body_elements": 20_000},
     }
 )
 
@@ -193,6 +193,17 @@ def test_request_of_a_websocket_is_recorded_like_a_post(server: Running, websock
     assert (record["model"], record["completion_tokens"], record["finish"]) == ("ticks", 3, "length")
 
 
+def test_headers_of_the_handshake_apply_to_each_request(server: Running) -> None:
+    with opened(server, {"x-dragoman-timeout": "0.5", "x-dragoman-strict": "true"}) as websocket:
+        create(websocket, "hello", truncation="auto")
+        refusal(websocket, 400, "unsupported_parameter", "truncation")
+        create(websocket, model="ticks")
+        *_, error, failed = events_of(websocket)
+        assert (error["message"], failed["type"]) == ("the request took longer than 0.5 s", "response.failed")
+        # The deadline is that of each request.
+        assert respond(websocket)["status"] == "completed"
+
+
 def test_stream_does_not_matter_and_background_is_refused(websocket: ClientConnection) -> None:
     assert respond(websocket, "hello", stream=False)["status"] == "completed"
     create(websocket, "hello", background=True)
@@ -236,6 +247,7 @@ def test_failing_response_ends_with_its_events_and_the_connection_stays(websocke
         ('{"type": "response.create", "input": "a", "stream_id": 5}', 400, "invalid_stream_id", "stream_id"),
         ('{"type": "response.cancel", "response_id": 5}', 400, "invalid_value", "response_id"),
         ('{"type": "response.steer", "input": "a"}', 400, "invalid_value", "previous_response_id"),
+        ('{"type": "response.create", "input": [' + "[]," * 5000 + "[]]}", 413, "request_too_large", None),
         (b"{}", 400, "invalid_value", None),
     ],
 )

@@ -24,6 +24,7 @@ from websockets.sync.client import connect as connect_websocket
 from websockets.sync.client import unix_connect
 
 from dragoman import Engine, create_app
+from dragoman.config.settings import Settings
 from dragoman.core.engine import Output
 from dragoman.core.request import GenerationRequest
 from dragoman.engines.scripted import ScriptedEngine
@@ -185,6 +186,20 @@ def mounted(app: Any, implementation: Any, prefix: str) -> Iterator[Mounted]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+def test_user_of_the_outer_app_owns_the_responses(tmp_path: Path) -> None:
+    log = tmp_path / "events.jsonl"
+    settings = Settings(models_dir=(), event_log=str(log))
+    app = create_app(
+        ScriptedEngine(), settings=settings, identify=lambda scope: dict(scope["headers"])[b"user"].decode()
+    )
+    with mounted(app, "wsproto", "/ai") as address:
+        for user in ("ann", "bob"):
+            with opened(address, {"user": user}, path=f"/ai{RESPONSES}") as websocket:
+                response = respond(websocket)
+            records = [json.loads(line) for line in log.read_text().splitlines()]
+            assert [record["principal"] for record in records if record.get("id") == response["id"]] == [f"host:{user}"]
 
 
 class Ticking(Engine):
