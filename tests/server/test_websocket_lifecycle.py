@@ -7,8 +7,8 @@ import os
 import signal
 import ssl
 import threading
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,8 +175,14 @@ class Mounted:
 @contextmanager
 def mounted(app: Any, implementation: Any, prefix: str) -> Iterator[Mounted]:
     """An app in a uvicorn server, in a thread, below a prefix."""
-    port = free_port()
-    config = uvicorn.Config(Starlette(routes=[Mount(prefix, app)]), port=port, log_level="warning", ws=implementation)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await app.stop()
+
+    port, outer = free_port(), Starlette(routes=[Mount(prefix, app)], lifespan=lifespan)
+    config = uvicorn.Config(outer, port=port, log_level="warning", ws=implementation)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

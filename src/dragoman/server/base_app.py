@@ -13,10 +13,12 @@ Rules
 import asyncio
 import difflib
 import math
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from dragoman.config.settings import Settings
@@ -48,6 +50,7 @@ from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import ModelLease
 from dragoman.server.request_timer import stopping_error
 from dragoman.server.telemetry.recorder import Recorder
+from dragoman.server.telemetry.recording import ExchangeRecording, RecordingFile
 from dragoman.server.websocket.handshake import HandshakeRequest
 from dragoman.server.websocket.memory import ProcessMemory
 from dragoman.server.websocket.session import WebSocketSession
@@ -60,6 +63,8 @@ METRICS_PATH = "/metrics"
 RESPONSES_PATH = "/v1/responses"
 CHECK_SECONDS = 0.25
 MAX_SHOWN_PATH = 100
+CLIENT_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+"""An `X-Request-Id` that is returned and logged. Others are ignored."""
 
 AppT = TypeVar("AppT", contravariant=True)
 Handler = Callable[[AppT, HttpExchange], Awaitable[None]]
@@ -76,6 +81,8 @@ class Route(Generic[AppT]):
     opens_websocket: bool = False
     scope: RouteScope | None = None
     """The scope that a key needs; None: chosen by the path."""
+    is_recorded: bool = False
+    """Whether its exchanges are recorded, if the operator wants that."""
 
 
 class SharedRoute(Route["BaseApp"]):
@@ -133,6 +140,7 @@ class BaseApp(ABC):
         self._check_interval = min(CHECK_SECONDS, shortest / 4)
         self.is_stopping = False
         self._started = False
+        self._recording_file = None if settings.record is None else RecordingFile(settings.record)
         self._apply(settings, Authenticator(settings), TrustedProxies(settings.proxies))
 
     def _apply(self, settings: Settings, authenticator: Authenticator, proxies: TrustedProxies) -> None:
@@ -224,6 +232,7 @@ class BaseApp(ABC):
             exchange.close()
             if not exchange.is_answered_by_parent:
                 self.telemetry.request(exchange.record)
+                self._write_recording(exchange)
 
     async def _open_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
@@ -262,6 +271,8 @@ class BaseApp(ABC):
         if exchange.is_websocket and methods and not (route is not None and route.opens_websocket):
             raise UpgradeRequired(f"there is no WebSocket at {path}; send the request as HTTP")
         if route is not None:
+            if route.is_recorded:
+                response.recording = self._begin_recording(exchange)
             await self._answer(exchange, route)
         elif methods:
             response.extra_headers.append((b"allow", ", ".join(methods).encode()))
@@ -269,6 +280,21 @@ class BaseApp(ABC):
         else:
             similar = self.routes.similar_path(path[:MAX_SHOWN_PATH])
             raise exchange.not_found_error(f"; did you mean {similar}?" if similar else "")
+
+    def _begin_recording(self, exchange: HttpExchange) -> ExchangeRecording | None:
+        if self._recording_file is None:
+            return None
+        return ExchangeRecording(exchange.timer.started, None if exchange.job is None else exchange.job.kind)
+
+    def _write_recording(self, exchange: HttpExchange) -> None:
+        recording = exchange.response.recording
+        if recording is not None and self._recording_file is not None:
+            fields = exchange.record, exchange.headers, exchange.is_disconnected, self._authenticator.redact
+            self._recording_file.write(recording.size, partial(recording.complete, *fields))
+
+    async def _close_recording(self) -> None:
+        if self._recording_file is not None:
+            await asyncio.to_thread(self._recording_file.close)
 
     def _start_timer(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._check_interval, self._check_exchanges)
@@ -297,6 +323,10 @@ class BaseApp(ABC):
         else:
             record.client = self._proxies.client(peer, exchange.headers)
             record.scheme = self._proxies.scheme(peer, exchange.headers)
+        sent_id = exchange.headers.get(b"x-request-id", b"").decode("latin-1")
+        # It may contain a key by mistake.
+        if CLIENT_REQUEST_ID.fullmatch(sent_id) and self._authenticator.redact(sent_id) == sent_id:
+            record.client_request_id = sent_id
         if self.telemetry.is_tracing and b"traceparent" in exchange.headers:
             record.trace = exchange.headers[b"traceparent"].decode("latin-1")[:100]
 

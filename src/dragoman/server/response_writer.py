@@ -1,7 +1,8 @@
 """Writes the response to one request: its headers, and its body whole or as a stream.
 
 Rules
-1. Every response carries `x-request-id`. A response starts once and ends once.
+1. Every response carries `x-request-id`. That is the id that the client sent, if it is well-formed; the server's own is
+   then in `x-dragoman-request-id`. A response starts once and ends once.
 2. A stream sends its head with the first write. Other writers wait until the head is sent.
 3. Whole responses and pieces of a stream are synchronous calls if the connection supports it (see `response.DIRECT`).
 """
@@ -22,6 +23,7 @@ from dragoman.server.http.headers import RawHeaders
 from dragoman.server.http.response import Response, Send
 from dragoman.server.request_timer import RequestTimer
 from dragoman.server.telemetry.metrics import RequestRecord
+from dragoman.server.telemetry.recording import ExchangeRecording
 
 log = logging.getLogger("dragoman.server")
 
@@ -46,6 +48,8 @@ class ResponseWriter:
     _head_sent: asyncio.Event | None = None
     """Set while the head of a stream is being sent."""
     comment_task: asyncio.Task[None] | None = None
+    recording: ExchangeRecording | None = None
+    """Set if the exchange is recorded."""
 
     def __init__(self, send: Send, direct: Response | None, timer: RequestTimer, record: RequestRecord) -> None:
         self._send = send
@@ -67,7 +71,7 @@ class ResponseWriter:
 
     def warn(self, message: str) -> None:
         """Log a warning about the reply, and name it in X-Dragoman-Warning if the headers are not sent yet."""
-        log.warning("request %s: %s", self._record.id, message, extra={"request_id": self._record.id})
+        log.warning("request %s: %s", self._record.log_id, message, extra={"request_id": self._record.id})
         self._record.warnings += 1
         self._warnings = tuple(dict.fromkeys((*self._warnings, message)))
 
@@ -107,6 +111,8 @@ class ResponseWriter:
     async def relay(self, status: int, headers: RawHeaders, body: bytes) -> None:
         """Send a whole response with exactly these headers."""
         self.is_started = True
+        if self.recording is not None:
+            self.recording.note_reply(status, body)
         if self._direct is None or not self._direct.reply(status, headers, body):
             await self._send({"type": "http.response.start", "status": status, "headers": headers})
             await self._send({"type": "http.response.body", "body": body})
@@ -115,7 +121,11 @@ class ResponseWriter:
         self.is_started = True
         self._record.status = status
         request_id = self._record.id.encode()
-        headers = [(b"content-type", content_type), (b"x-request-id", request_id), *self.extra_headers]
+        sent_id = self._record.client_request_id
+        shown_id = request_id if sent_id is None else sent_id.encode()
+        headers = [(b"content-type", content_type), (b"x-request-id", shown_id), *self.extra_headers]
+        if sent_id is not None:
+            headers.append((b"x-dragoman-request-id", request_id))
         if self.family.id_header is not None:
             headers.append((self.family.id_header, request_id))
         if self._ignored:
@@ -145,6 +155,8 @@ class ResponseWriter:
         timer.due = math.inf
         if not self.is_started or self._head_sent is not None:
             await self._start_stream()
+        if self.recording is not None:
+            self.recording.note_piece(data)
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         # The time that the client took to read does not count as a stall of the engine.
         timer.note_progress()
@@ -154,6 +166,8 @@ class ResponseWriter:
         """Write without waiting. False if the connection cannot; then call `write`."""
         if self._direct is None or not self.is_started or not self._direct.write(data):
             return False
+        if self.recording is not None:
+            self.recording.note_piece(data)
         self.written = self._timer.last_progress
         return True
 
@@ -175,6 +189,8 @@ class ResponseWriter:
         self._timer.due = math.inf
         if self._head_sent is not None:
             await self._head_sent.wait()
+        if self.recording is not None:
+            self.recording.note_piece(data)
         await self._send({"type": "http.response.body", "body": data})
 
 

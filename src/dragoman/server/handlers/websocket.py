@@ -27,6 +27,8 @@ async def connect(app: BaseApp, exchange: HttpExchange) -> None:
 async def warm_up(app: BaseApp, exchange: HttpExchange, response_request: ResponseRequest) -> None:
     """Load the model, and remember the input for the next request. The response has no output and is not stored."""
     context, request, record = response_request.context, response_request.request, exchange.record
+    # There is nothing to play again.
+    exchange.response.recording = None
     lease = app.model_lease(exchange)
     try:
         info = await find_model(app, exchange, lease, request.model, request.asked)

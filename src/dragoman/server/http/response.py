@@ -88,16 +88,21 @@ class ReadBuffer:
 
     def check_disconnect(self) -> None:
         """Poll the socket: while reading is paused, asyncio does not report a disconnect."""
-        if self._is_paused and len(self.data) > READ_AHEAD and has_disconnected(self._transport):
+        if self._is_paused and len(self.data) > READ_AHEAD and poll_socket(self._transport, DISCONNECTED):
             self._transport.abort()
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether bytes have arrived that the event loop has not read yet, because it is busy."""
+        return poll_socket(self._transport, select.POLLIN)
 
-def has_disconnected(transport: asyncio.Transport) -> bool:
-    """Whether the client has closed the connection. For use while reading is paused."""
+
+def poll_socket(transport: asyncio.Transport, events: int) -> bool:
+    """Whether one of these events of the socket is pending, such as a disconnect while reading is paused."""
     if transport.is_closing():
         return False
     poll = select.poll()
-    poll.register(transport.get_extra_info("socket").fileno(), DISCONNECTED)
+    poll.register(transport.get_extra_info("socket").fileno(), events)
     return bool(poll.poll(0))
 
 

@@ -17,6 +17,7 @@ Rules
 
 import asyncio
 import math
+import select
 from collections import deque
 from typing import Protocol
 
@@ -25,12 +26,13 @@ from wsproto.frame_protocol import CloseReason
 
 from dragoman.config.settings import Limits
 from dragoman.server.http.response import (
+    DISCONNECTED,
     READ_AHEAD,
     HeaderLines,
     Message,
     Response,
     UnreadOutput,
-    has_disconnected,
+    poll_socket,
 )
 from dragoman.server.http.websocket_frames import WebSocketFrames, WebSocketViolation
 from dragoman.server.http.websocket_handshake import encode_acceptance
@@ -152,11 +154,11 @@ class WebSocketConnection(asyncio.Protocol):
         if now >= self._close_due or self._output.is_stuck(now, self._limits.write_seconds):
             self._transport.abort()
         elif self._is_paused:
-            if has_disconnected(self._transport):
+            if poll_socket(self._transport, DISCONNECTED):
                 self._transport.abort()
         elif self._end is None and (violation := self._find_timeout(now)) is not None:
-            # The event loop first reads what arrived while the process was suspended.
-            if self._is_late:
+            # The event loop first reads what arrived while the process was suspended or busy.
+            if self._is_late and not poll_socket(self._transport, select.POLLIN):
                 self._fail(violation)
             self._is_late = True
         elif self._end is None and self._pinged_at == math.inf and now - self._heard_at >= PING_SECONDS:
