@@ -113,6 +113,8 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     fields: ResponseFields
     items: list[items.LocatedItem]
     """The input, with references to stored items."""
+    generates: bool = True
+    """False: the request only prepares the next one on its WebSocket, so it may have no input."""
 
     @property
     def conversation(self) -> str | None:
@@ -151,10 +153,13 @@ class ResponseRequest(msgspec.Struct, frozen=True):
 
 
 def parse(body: bytes) -> ParsedRequest:
-    parsed = json_body.parse(body)
+    return read(json_body.parse(body))
+
+
+def read(parsed: dict[str, Any], generates: bool = True) -> ParsedRequest:
     fields = json_body.convert(parsed, ResponseFields)
     _check_supported(fields)
-    return ParsedRequest(parsed, fields, items.locate(() if fields.input is None else fields.input))
+    return ParsedRequest(parsed, fields, items.locate(() if fields.input is None else fields.input), generates)
 
 
 def _check_supported(fields: ResponseFields) -> None:
@@ -203,7 +208,7 @@ def decode(
     choice, left = tools.choose(fields.tool_choice, fields.parallel_tool_calls is not False, toolset, asked)
     system = (Message("system", (Text(fields.instructions),)),) if fields.instructions else ()
     messages = (*system, *items.decode(located, toolset, asked))
-    if not messages:
+    if not messages and parsed_request.generates:
         raise _empty_input(asked)
     edits = compaction_items.decode_setting(fields.context_management or (), asked)
     if compacts or trigger is not None:
