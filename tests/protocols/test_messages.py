@@ -215,7 +215,6 @@ def test_unsupported_fields_are_reported() -> None:
     fields: dict[str, Any] = {
         "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
         "container": "c",
-        "mcp_servers": [{"type": "url", "url": "https://x", "name": "x"}],
         "inference_geo": "eu",
         "speed": "fast",
         "service_tier": "priority",

@@ -51,6 +51,7 @@ from dragoman.server.http.response import Receive, Scope, Send
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import ModelLease
 from dragoman.server.telemetry.recorder import Recorder
+from dragoman.server.tool_servers import ToolServers
 from dragoman.storage.batches import Batches
 from dragoman.storage.blobs import BlobStore
 from dragoman.storage.files import Files
@@ -115,6 +116,7 @@ class BaseApp(ABC):
     files: Files
     blobs: BlobStore
     batches: Batches
+    tool_servers: ToolServers
     hooks: Hooks | None = None
     """Callables of the application that made this app."""
     identify: Identify | None = None

@@ -12,18 +12,26 @@ Rules
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 
+from dragoman.core.engine import Engine
 from dragoman.core.errors import DragomanError
 from dragoman.core.events import Event, Finished, Started
 from dragoman.core.reply import ReplyBuilder
 from dragoman.core.request import Asked, GenerationRequest
 from dragoman.core.types import Priority
-from dragoman.pipeline.generate import check_limits, generate, reads_field, unsupported_parameter
+from dragoman.pipeline.generate import (
+    ChoiceSlots,
+    OnEvents,
+    check_limits,
+    generate,
+    reads_field,
+    unsupported_parameter,
+)
 from dragoman.protocols.registry import ReplyEncoding
 from dragoman.protocols.wire_protocol import EVENT_STREAM, Encoder, WireProtocol
 from dragoman.server.auth.callers import Estimate, estimate_prompt_tokens, estimate_tokens
@@ -32,6 +40,8 @@ from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LeaseInfo, LeaseRequest, ModelLease
 from dragoman.server.request_timer import stall_error
 from dragoman.server.telemetry.metrics import Meter
+from dragoman.server.tool_rounds import ToolRounds
+from dragoman.server.tool_session import ToolSession
 
 log = logging.getLogger("dragoman.prompts")
 log_server = logging.getLogger("dragoman.server")
@@ -81,6 +91,10 @@ class _Generation:
         self._decoded = decoded
         self._format = reply_format
         self._store = store
+        self._tools: ToolSession | None = None
+        if decoded.tool_servers:
+            record = exchange.record
+            self._tools = ToolSession(app.tool_servers, decoded, record.id, record.principal)
 
     async def send_whole(self) -> None:
         request = await self._run(self._decoded)
@@ -133,20 +147,15 @@ class _Generation:
                 self._builder = ReplyBuilder()
             prompt_tokens = partial(estimate_prompt_tokens, request, exchange.weight)
             exchange.meter = Meter(record, app.telemetry.metrics.for_model(info.label), timer.started, prompt_tokens)
+            if self._tools is not None:
+                await self._tools.prepare()
+                request = self._tools.complete(request)
             engine = await lease.start()
             record.queue_us = lease.queue_us
             timer.expect(limits.stall_seconds, stall_error)
-            if app.hooks is None:
-                await generate(engine, request, lease.slots, self._receive, timer.note_running)
-            else:
-                slots = lease.slots
-                await app.hooks.run(
-                    request,
-                    self._receive,
-                    lambda receive: generate(engine, request, slots, receive, timer.note_running),
-                )
+            waited = await self._generate(engine, request, lease.slots)
             first_event = timer.started + (record.first_event_us or 0) / 1e6
-            lease.note_speed(record.completion_tokens, timer.last_progress - first_event)
+            lease.note_speed(record.completion_tokens, timer.last_progress - first_event - waited)
             return request
         except DragomanError as error:
             has_fallback = bool(lease.fallbacks) and not is_fallback and error.status in FALLBACK_STATUSES
@@ -156,6 +165,29 @@ class _Generation:
         finally:
             lease.close()
         return await self._run_fallbacks(lease, failure)
+
+    async def _generate(self, engine: Engine, request: GenerationRequest, slots: ChoiceSlots) -> float:
+        """Run the generation. Returns the seconds in which the model waited for tools."""
+        receive, hooks, timer = self._receive, self._app.hooks, self._timer
+
+        def run(on_events: OnEvents) -> Coroutine[None, None, None]:
+            return generate(engine, request, slots, on_events, timer.note_running)
+
+        rounds = None
+        if self._tools is not None:
+            assert self._exchange.meter is not None
+            rounds = ToolRounds(
+                self._tools,
+                self._app.settings.mcp.rounds,
+                lambda one, on_events: generate(engine, one, slots, on_events),
+                slots,
+                timer,
+                self._measure,
+                self._exchange.meter.begin_round,
+            )
+            receive, run = self._deliver, partial(rounds.run, request)
+        await (run(receive) if hooks is None else hooks.run(request, receive, run))
+        return 0.0 if rounds is None else rounds.waited
 
     async def _run_fallbacks(self, lease: ModelLease, failure: DragomanError) -> GenerationRequest:
         """Generate with a fallback for the model of the lease, which has failed."""
@@ -175,10 +207,17 @@ class _Generation:
         raise failure
 
     def _receive(self, choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
-        exchange, response, timer = self._exchange, self._response, self._timer
+        self._measure(choice, events)
+        return self._deliver(choice, events)
+
+    def _measure(self, choice: int, events: Sequence[Event]) -> None:
+        timer, meter = self._timer, self._exchange.meter
         timer.note_progress()
-        assert exchange.meter is not None
-        exchange.meter.note(choice, events, timer.last_progress)
+        assert meter is not None
+        meter.note(choice, events, timer.last_progress)
+
+    def _deliver(self, choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
+        exchange, response = self._exchange, self._response
         first, last = events[0], events[-1]
         if type(first) is Started and first.ignored:
             ignore(self._app, exchange, first.ignored)

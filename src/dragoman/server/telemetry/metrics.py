@@ -235,7 +235,7 @@ class ModelMetrics:
 
 
 class Meter:
-    __slots__ = ("_began", "_estimate", "_gaps", "_open", "_prompt", "_record")
+    __slots__ = ("_began", "_counted", "_estimate", "_gaps", "_open", "_prompt", "_record")
 
     def __init__(
         self, record: RequestRecord, metrics: ModelMetrics, began: float, estimate: Callable[[], int] = int
@@ -248,6 +248,12 @@ class Meter:
         self._open: dict[int, list[float]] = {}
         """Per unfinished choice: the time of its last token, its reported tokens, its estimated tokens."""
         self._prompt = 0
+        self._counted = 0
+        """Tokens of the prompts of earlier rounds."""
+
+    def begin_round(self) -> None:
+        """Begin another generation of the same request, whose prompt counts too."""
+        self._prompt, self._counted = 0, self._record.prompt_tokens
 
     def note(self, choice: int, events: Sequence[Event], now: float) -> None:
         tokens = 0
@@ -310,7 +316,7 @@ class Meter:
         """Count the unfinished choices when the request has ended."""
         if self._open:
             record, prompt = self._record, 0
-            if not record.prompt_tokens:
+            if record.prompt_tokens == self._counted:
                 is_estimated = not self._prompt and any(estimated for _, _, estimated in self._open.values())
                 prompt = self._estimate() if is_estimated else self._prompt
             completion = int(sum(reported or estimated for _, reported, estimated in self._open.values()))
