@@ -1,6 +1,6 @@
 """The events of a generation: the output of a model as a stream of plain values.
 
-    stream := Started (TextDelta | ReasoningDelta | call | ToolsListed | ToolOutput)* Finished
+    stream := Started (TextDelta | ReasoningDelta | call | ToolsListed | TurnEnded | ToolOutput)* Finished
     call   := ToolCallStart ToolCallDelta*
 
 Rules
@@ -12,7 +12,7 @@ Rules
 4. A character spread over several tokens belongs to the last of them. Invalid bytes become U+FFFD as soon as they are
    certain to be invalid; at the end, so does an incomplete character. The joined text does not depend on how the bytes
    are split into tokens.
-5. Engines do not emit `ToolsListed` and `ToolOutput`. The server adds them (see `server/tool_rounds`).
+5. Engines do not emit `ToolsListed`, `TurnEnded` and `ToolOutput`. The server does (see `server/tool_rounds`).
 """
 
 import codecs
@@ -110,6 +110,10 @@ class ToolsListed(msgspec.Struct, frozen=True, array_like=True, tag="listed"):
     error: str | None = None
 
 
+class TurnEnded(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
+    """The model has ended its turn. The calls of tool servers run now."""
+
+
 class ToolOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     """The result of a call of a tool server. An error without `code` is one of the tool itself; otherwise `code` is the
     status of HTTP, or a negative code of the server's protocol."""
@@ -137,7 +141,17 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
     unknown_reason: str | None = None
 
 
-Event = Started | TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | ToolsListed | ToolOutput | Finished
+Event = (
+    Started
+    | TextDelta
+    | ReasoningDelta
+    | ToolCallStart
+    | ToolCallDelta
+    | ToolsListed
+    | TurnEnded
+    | ToolOutput
+    | Finished
+)
 
 Listener = Callable[[Sequence[Event]], Awaitable[None] | None]
 """Called with events that became ready together. If it returns an awaitable, await it before the next call."""

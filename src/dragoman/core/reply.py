@@ -160,7 +160,7 @@ class _Draft:
             elif isinstance(event, ToolOutput):
                 self.close()
                 self.parts.append(ToolResult(event.call_id, (Text(event.text),), event.is_error, event.code))
-            else:
+            elif isinstance(event, ToolsListed):
                 self.listings.append(event)
 
     def _think(self, event: ReasoningDelta) -> None:

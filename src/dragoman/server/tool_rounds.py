@@ -2,7 +2,7 @@
 
     response := Started ToolsListed* approved* round+ Finished
     approved := ToolCallStart ToolCallDelta ToolOutput              a call of an earlier response
-    round    := (TextDelta | ReasoningDelta | call)* ToolOutput*
+    round    := (TextDelta | ReasoningDelta | call)* (TurnEnded ToolOutput+)?
 
 Rules
 1. The rounds are one stream of events: it starts once and finishes once, with the usage of all rounds. The meter gets
@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 import msgspec
 
 from dragoman.core.errors import InvalidSchema
-from dragoman.core.events import Event, Finished, Started, ToolCallStart, ToolOutput, total_usage
+from dragoman.core.events import Event, Finished, Started, ToolCallStart, ToolOutput, TurnEnded, total_usage
 from dragoman.core.reply import ReplyBuilder
 from dragoman.core.request import GenerationRequest, Message, Part, ToolCall, ToolChoice
 from dragoman.pipeline.generate import ChoiceSlots, OnEvents
@@ -72,6 +72,7 @@ class ToolRounds:
                 break
             count = len(calls) if calls_left is None else min(len(calls), calls_left)
             runnable = calls[: count if rounds_left else 0]
+            await _deliver(deliver, [TurnEnded()])
             outputs = await self._run_calls(runnable, calls[len(runnable) :])
             await _deliver(deliver, outputs)
             calls_left = None if calls_left is None else calls_left - len(runnable)

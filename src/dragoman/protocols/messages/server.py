@@ -34,6 +34,7 @@ from dragoman.core.events import (
     ToolCallStart,
     ToolOutput,
     ToolsListed,
+    TurnEnded,
     Usage,
 )
 from dragoman.core.features import Feature
@@ -279,6 +280,8 @@ class MessagesEncoder:
             return self._piece(self._open or "", event.arguments) if self._open in CALLS else b""
         if isinstance(event, ToolOutput):
             return self._start(mcp.encode_output(event)) + self._stop()
+        if isinstance(event, TurnEnded):
+            return self._stop()
         if isinstance(event, ToolsListed):
             return b""
         if isinstance(event, Started):

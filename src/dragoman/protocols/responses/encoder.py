@@ -35,6 +35,7 @@ from dragoman.core.events import (
     ToolCallStart,
     ToolOutput,
     ToolsListed,
+    TurnEnded,
     Usage,
 )
 from dragoman.core.reply import Reply
@@ -256,9 +257,10 @@ class ResponseEncoder:
             yield from self._begin()
         elif isinstance(event, ToolsListed):
             yield from self._add_done(encode_listing(event, self._id_suffix, len(self._output)))
-        elif isinstance(event, ToolOutput):
+        elif isinstance(event, TurnEnded | ToolOutput):
             yield from self._close("completed")
-            yield from self._waiting.complete(event)
+            if isinstance(event, ToolOutput):
+                yield from self._waiting.complete(event)
         else:
             self._finished = event
             yield from self._close("incomplete" if event.reason in INCOMPLETE_REASONS else "completed")

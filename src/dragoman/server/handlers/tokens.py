@@ -47,12 +47,12 @@ async def messages_count(app: App, exchange: HttpExchange) -> None:
 
 
 async def count_prompt(app: App, exchange: HttpExchange, decoded: GenerationRequest) -> int:
+    if decoded.tool_servers:
+        session = ToolSession(app.tool_servers, decoded, exchange.record.id, exchange.record.principal)
+        await session.list_tools()
+        decoded = session.complete(decoded)
     async with _engine(app, exchange, decoded.model, decoded.asked, decoded.extra) as (engine, info):
         request = _complete(decoded, exchange, info)
-        if decoded.tool_servers:
-            session = ToolSession(app.tool_servers, decoded, exchange.record.id, exchange.record.principal)
-            await session.list_tools()
-            request = session.complete(request)
         if Feature.COUNT_TOKENS in engine.supports():
             return await call_engine(engine.count_tokens, request)
         if Feature.RENDER in engine.supports():

@@ -23,9 +23,11 @@ from dragoman.server.mcp.program_transport import StartFailed
 
 CLOSE_SECONDS = 5.0
 CLOSED = "the server closed the connection"
+log = logging.getLogger("dragoman.mcp")
 # Its errors contain what servers and callers send.
 logging.getLogger("mcp").setLevel(logging.CRITICAL + 1)
-MakeTransport = Callable[[], AbstractAsyncContextManager[Any]]
+MakeTransport = Callable[[Callable[[], None]], AbstractAsyncContextManager[Any]]
+"""Gets a function that the transport calls if the server ends the connection."""
 
 
 class ConnectionFailed(Exception):
@@ -84,6 +86,7 @@ class ServerConnection:
         if self._closing.is_set():
             return
         self._closing.set()
+        self.retire()
         if self._ready.done():
             # A server may hang when it is told of the end.
             asyncio.get_running_loop().call_later(CLOSE_SECONDS, self.task.cancel)
@@ -99,7 +102,7 @@ class ServerConnection:
 
     async def _run(self) -> None:
         info = Implementation(name="dragoman", version=__version__)
-        async with Client(self._make_transport(), client_info=info, cache=None) as client:
+        async with Client(self._make_transport(self.close), client_info=info, cache=None) as client:
             self._ready.set_result(client.session)
             await self._closing.wait()
 
@@ -123,4 +126,7 @@ def _describe(error: BaseException | None) -> str:
         return str(error)
     if isinstance(error, MCPError) and error.code != CONNECTION_CLOSED:
         return error.message
+    if error is not None and not isinstance(error, MCPError):
+        # Its message may contain what the server sent.
+        log.error("a connection to an MCP server failed: %s", type(error).__name__)
     return CLOSED

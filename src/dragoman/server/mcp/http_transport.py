@@ -8,7 +8,7 @@ Rules
 """
 
 import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,8 +21,9 @@ from dragoman.server.mcp.addresses import AddressRefused, Resolver
 
 CONNECT_SECONDS = 10.0
 FAILED_STATUS = 502
-SERVER_ERROR = -32000
-"""The JSON-RPC code of errors that MCP does not define."""
+OTHER_ERROR = -32050
+"""A JSON-RPC code that MCP does not define."""
+BROKEN = "the server broke the connection"
 STATUS = "status"
 """The key of an HTTP status in the data of a JSON-RPC error."""
 IDENTITY = ("", "identity")
@@ -35,8 +36,10 @@ class ServerMisbehaved(httpx2.StreamError):
 
 
 @asynccontextmanager
-async def http_transport(url: str, headers: Mapping[str, str], transport: "GuardedTransport") -> AsyncIterator[Any]:
-    """Connect to a server. Calls have their own time limit, so reading has none."""
+async def http_transport(
+    url: str, headers: Mapping[str, str], transport: "GuardedTransport", on_end: Callable[[], None]
+) -> AsyncIterator[Any]:
+    """Connect to a server. Calls have their own time limit, so reading has none. `on_end` is not called."""
     timeout = httpx2.Timeout(None, connect=CONNECT_SECONDS)
     fields = {"accept-encoding": "identity", **headers}
     async with (
@@ -64,8 +67,10 @@ class GuardedTransport(httpx2.AsyncBaseTransport):
             return _failure(str(error))
         except httpx2.ConnectTimeout:
             return _failure(f"the server did not accept a connection within {CONNECT_SECONDS:g} s")
-        except httpx2.TransportError:
+        except httpx2.ConnectError:
             return _failure("cannot connect to the server")
+        except httpx2.TransportError:
+            return _failure(BROKEN)
         assert isinstance(response.stream, httpx2.AsyncByteStream)
         if response.headers.get("content-encoding", "").strip().lower() not in IDENTITY:
             await response.stream.aclose()
@@ -112,7 +117,7 @@ class LimitedStream(httpx2.AsyncByteStream):
                     raise ServerMisbehaved(f"the server sent more than {self._limit} bytes")
                 yield piece
         except httpx2.TransportError:
-            raise ServerMisbehaved("the server broke the connection") from None
+            raise ServerMisbehaved(BROKEN) from None
 
     async def aclose(self) -> None:
         await self._stream.aclose()
@@ -132,6 +137,6 @@ async def _read_error(status: int, stream: LimitedStream) -> httpx2.Response:
 
 
 def _failure(message: str, status: int = FAILED_STATUS) -> httpx2.Response:
-    error = {"code": SERVER_ERROR, "message": message, "data": {STATUS: status}}
+    error = {"code": OTHER_ERROR, "message": message, "data": {STATUS: status}}
     body = msgspec.json.encode({"jsonrpc": "2.0", "id": None, "error": error})
     return httpx2.Response(status, headers=JSON, content=body)

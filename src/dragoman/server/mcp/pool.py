@@ -30,7 +30,7 @@ from dragoman.core.request import ToolCall
 from dragoman.core.tool_servers import ListedTool, ToolServer
 from dragoman.core.url_patterns import PlainUrl, UrlPattern
 from dragoman.server.mcp.addresses import Resolver
-from dragoman.server.mcp.connection import CLOSED, ConnectionFailed, ServerConnection
+from dragoman.server.mcp.connection import CLOSED, ConnectionFailed, MakeTransport, ServerConnection
 from dragoman.server.mcp.http_transport import SESSION_UNKNOWN, STATUS, GuardedTransport, http_transport
 from dragoman.server.mcp.program_transport import LastWords, program_transport
 from dragoman.server.mcp.results import error_text, read_result, read_tool
@@ -227,7 +227,7 @@ class ConnectionPool:
         if self._connections.get(target) is connection:
             del self._connections[target]
 
-    def _make_transport(self, target: Target, last_words: LastWords) -> Callable[[], Any]:
+    def _make_transport(self, target: Target, last_words: LastWords) -> MakeTransport:
         max_bytes = max(MIN_MESSAGE, 2 * self._mcp.result_bytes)
         if target.owner != LOCAL:
             guarded = GuardedTransport(self._resolver, self._allowed, self._context, max_bytes)

@@ -10,7 +10,7 @@ Rules
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -50,16 +50,23 @@ class LastWords:
 
 @asynccontextmanager
 async def program_transport(
-    command: Sequence[str], env: Mapping[str, str], max_bytes: int, last_words: LastWords
+    command: Sequence[str],
+    env: Mapping[str, str],
+    max_bytes: int,
+    last_words: LastWords,
+    on_end: Callable[[], None],
 ) -> AsyncIterator[Any]:
+    """Start the program. `on_end` is called when its output ends."""
     process = await _start(command, env, max_bytes)
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
     to_session, incoming = anyio.create_memory_object_stream[Incoming](0)
     outgoing, from_session = anyio.create_memory_object_stream[SessionMessage](0)
+    reading = asyncio.create_task(_read(process.stdout, to_session))
+    reading.add_done_callback(lambda _: on_end())
     tasks = [
-        asyncio.create_task(_read(process.stdout, to_session)),
+        reading,
         asyncio.create_task(_write(process.stdin, from_session)),
         asyncio.create_task(last_words.collect(process.stderr)),
     ]
