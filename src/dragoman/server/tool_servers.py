@@ -61,5 +61,9 @@ class LocalToolServers:
                     raise NotSupported(PACKAGE_NEEDED, param="tools")
                 # The package is optional, and importing it takes a second.
                 module = await asyncio.to_thread(import_module, POOL)
-                self._pool = module.ConnectionPool(self._settings.mcp_servers, self._settings.mcp)
+                settings = self._settings
+                pool = await asyncio.to_thread(module.ConnectionPool, settings.mcp_servers, settings.mcp)
+                # The settings may have changed meanwhile.
+                pool.configure(self._settings.mcp_servers, self._settings.mcp)
+                self._pool = pool
             return self._pool

@@ -7,18 +7,16 @@ Rules
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from dragoman.core.errors import BadRequest, quote
 from dragoman.core.events import Event, ToolCallDelta, ToolCallStart, ToolOutput, ToolsListed
 from dragoman.core.request import GenerationRequest, Message, Text, Tool, ToolCall, ToolChoice, ToolResult
-from dragoman.core.tool_servers import ListedTool, ToolServer, digest_name, function_name
+from dragoman.core.tool_servers import ANY_OBJECT, ListedTool, ToolServer, digest_name, function_name, usable_schema
 from dragoman.protocols.json_body import is_object
 from dragoman.server.tool_servers import ToolServers
-
-ANY_OBJECT: Mapping[str, object] = {"type": "object"}
 
 
 class ServerTool(msgspec.Struct, frozen=True):
@@ -115,7 +113,7 @@ class ToolSession:
             # The description of a server is added to its first tool only.
             about = server.description if at == 0 else ""
             description = "\n".join([text for text in (about, tool.description) if text])
-            self._tools.append(Tool(name, description, tool.input_schema or ANY_OBJECT, path=server.path))
+            self._tools.append(Tool(name, description, usable_schema(tool.input_schema), path=server.path))
             self.functions[name] = ServerTool(server, tool)
 
     def _resolve_choice(self, choice: ToolChoice, tools: Sequence[Tool]) -> ToolChoice:

@@ -16,8 +16,8 @@ from dragoman.config.sections import Network
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
-SPECIAL = frozenset({ipaddress.ip_address("168.63.129.16")})
-"""Public addresses that clouds use for their own services."""
+SPECIAL = [ipaddress.ip_network(entry) for entry in ("192.0.0.0/24", "168.63.129.16/32")]
+"""Networks that count as public, but are not, or that clouds use for their own services."""
 RESOLVER_THREADS = 4
 
 
@@ -55,7 +55,7 @@ def is_allowed(address: Address, allowed: Sequence[Network]) -> bool:
     inner = _inner_address(address)
     if any(inner in network or address in network for network in allowed):
         return True
-    if address in SPECIAL or inner in SPECIAL:
+    if any(inner in network for network in SPECIAL):
         return False
     return all(one.is_global and not one.is_multicast for one in (address, inner))
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import httpx2
 import mcp.types as wire
 import msgspec
 from mcp.client.session import ClientSession
@@ -150,7 +151,7 @@ class ConnectionPool:
                 )
                 raise BadRequest(message, param=server.path)
             return Target(LOCAL, server.label)
-        url = PlainUrl.parse(server.url)
+        url = _parse_url(server.url)
         if url is None or not any(pattern.matches(url) for pattern in self._patterns):
             shown = "this address" if url is None else url.origin
             message = (
@@ -253,6 +254,14 @@ async def _call(call: ToolCall, session: ClientSession) -> wire.CallToolResult:
     arguments = msgspec.json.decode(call.arguments, type=dict[str, Any])
     params = wire.CallToolRequestParams(name=call.name, arguments=arguments)
     return await session.send_request(wire.CallToolRequest(params=params), wire.CallToolResult)
+
+
+def _parse_url(text: str) -> PlainUrl | None:
+    try:
+        httpx2.URL(text)
+    except httpx2.InvalidURL:
+        return None
+    return PlainUrl.parse(text)
 
 
 def _status(error: MCPError) -> int | None:

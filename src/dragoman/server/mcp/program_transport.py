@@ -23,6 +23,7 @@ from dragoman.core.urls import redact_secrets
 
 END_SECONDS = 2.0
 """How long a program has to end after its input."""
+DROPPED = 65536
 LAST_WORDS = 2000
 """Bytes of the standard error that are kept."""
 Incoming = SessionMessage | Exception
@@ -63,10 +64,8 @@ async def program_transport(
     assert process.stderr is not None
     to_session, incoming = anyio.create_memory_object_stream[Incoming](0)
     outgoing, from_session = anyio.create_memory_object_stream[SessionMessage](0)
-    reading = asyncio.create_task(_read(process.stdout, to_session))
-    reading.add_done_callback(lambda _: on_end())
     tasks = [
-        reading,
+        asyncio.create_task(_read(process.stdout, to_session, on_end)),
         asyncio.create_task(_write(process.stdin, from_session)),
         asyncio.create_task(last_words.collect(process.stderr)),
     ]
@@ -74,8 +73,10 @@ async def program_transport(
         yield incoming, outgoing
     finally:
         with anyio.CancelScope(shield=True):
+            outgoing.close()
             await _stop(process)
-            for task in tasks:
+            _, unfinished = await asyncio.wait(tasks, timeout=END_SECONDS)
+            for task in unfinished:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         for stream in (to_session, incoming, outgoing, from_session):
@@ -98,8 +99,8 @@ async def _start(command: Sequence[str], env: Mapping[str, str], max_bytes: int)
         raise StartFailed("the program of the server cannot be started") from error
 
 
-async def _read(stdout: asyncio.StreamReader, to_session: Any) -> None:
-    """Pass messages on until the output ends, or has a line that is too long."""
+async def _read(stdout: asyncio.StreamReader, to_session: Any, on_end: Callable[[], None]) -> None:
+    """Pass messages on until the output ends, or has a line that is too long. The rest is read and dropped."""
     with to_session, suppress(ValueError, anyio.BrokenResourceError):
         while line := await stdout.readline():
             try:
@@ -107,6 +108,9 @@ async def _read(stdout: asyncio.StreamReader, to_session: Any) -> None:
             except ValueError as error:
                 message = error
             await to_session.send(message)
+    on_end()
+    while await stdout.read(DROPPED):
+        pass
 
 
 async def _write(stdin: asyncio.StreamWriter, from_session: Any) -> None:

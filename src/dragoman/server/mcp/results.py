@@ -3,8 +3,6 @@
 Rules
 1. A result is text. Images, audio and binary resources are described, not passed on.
 2. A text above the limit is cut off, with a note. Secrets that a server repeats are replaced by `***`.
-3. A schema that cannot be used (too large, not encodable, not of an object) is replaced by one that allows every
-   object.
 """
 
 import base64
@@ -16,17 +14,14 @@ import mcp.types as wire
 import msgspec
 
 from dragoman.core.errors import ENCODE_ERRORS
-from dragoman.core.tool_servers import ListedTool
+from dragoman.core.tool_servers import ListedTool, usable_schema
 from dragoman.core.urls import redact_secrets
 
 MAX_TOOL_NAME = 256
 MAX_DESCRIPTION = 8192
 """Characters."""
-MAX_SCHEMA = 64 * 1024
-"""Bytes."""
 MAX_ERROR = 1000
 """Characters of an error of a server."""
-ANY_OBJECT = {"type": "object"}
 
 
 def read_tool(tool: wire.Tool) -> ListedTool | None:
@@ -36,17 +31,6 @@ def read_tool(tool: wire.Tool) -> ListedTool | None:
     is_read_only = tool.annotations is not None and tool.annotations.read_only_hint is True
     description = clean(tool.description or "")[:MAX_DESCRIPTION]
     return ListedTool(clean(tool.name), description, usable_schema(tool.input_schema), is_read_only)
-
-
-def usable_schema(schema: Any) -> Any:
-    kind = schema.get("type", "object")
-    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        return ANY_OBJECT
-    try:
-        size = len(msgspec.msgpack.encode(schema))
-    except ENCODE_ERRORS:
-        return ANY_OBJECT
-    return schema if size <= MAX_SCHEMA else ANY_OBJECT
 
 
 def read_result(result: wire.CallToolResult, limit: int, secrets: Sequence[str]) -> str:
