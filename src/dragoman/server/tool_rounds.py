@@ -64,7 +64,7 @@ class ToolRounds:
     async def run(self, request: GenerationRequest, deliver: OnEvents) -> None:
         """Run all rounds. `request` is complete: it has the tools as functions."""
         calls_left, rounds_left = request.max_tool_calls, self._max_rounds
-        turn = await self._first_turn(request, deliver)
+        turn, request = await self._first_turn(request, deliver)
         while True:
             ended = self._ended[-1]
             calls = turn.server_calls
@@ -88,15 +88,16 @@ class ToolRounds:
             turn = await self._run_turn(request, deliver, opening=None)
         await _deliver(deliver, [self._finish(turn)])
 
-    async def _first_turn(self, request: GenerationRequest, deliver: OnEvents) -> "_Turn":
+    async def _first_turn(self, request: GenerationRequest, deliver: OnEvents) -> tuple["_Turn", GenerationRequest]:
+        """Run the first round. Returns the request with schemas that the engine accepts, too."""
         try:
-            return await self._run_turn(request, deliver, self._session.opening)
+            return await self._run_turn(request, deliver, self._session.opening), request
         except InvalidSchema as error:
             relaxed = self._session.accept_any_arguments(request)
             if relaxed == request:
                 raise
             self._warnings.append(RELAXED.format(error.message))
-            return await self._run_turn(relaxed, deliver, self._session.opening)
+            return await self._run_turn(relaxed, deliver, self._session.opening), relaxed
 
     async def _run_turn(
         self, request: GenerationRequest, deliver: OnEvents, opening: Sequence[Event] | None

@@ -101,14 +101,13 @@ class ToolSession:
 
     def _offer(self, server: ToolServer, tools: Sequence[ListedTool]) -> None:
         taken = {tool.name for tool in self._request.tools} | self.functions.keys()
-        offered = [tool for tool in tools if server.offered.matches(tool)]
-        for at, tool in enumerate(offered):
+        # A server may list a tool twice.
+        offered = dict.fromkeys([tool.name for tool in tools if server.offered.matches(tool)])
+        by_name = {tool.name: tool for tool in reversed(tools)}
+        for at, tool in enumerate([by_name[name] for name in offered]):
             name = function_name(server.label, tool.name)
-            if name in taken:
-                name = digest_name(server.label, tool.name)
-            if name in taken:
-                # The server lists it twice.
-                continue
+            while name in taken:
+                name = digest_name(server.label, name)
             taken.add(name)
             # The description of a server is added to its first tool only.
             about = server.description if at == 0 else ""
