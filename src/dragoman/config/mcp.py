@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated
+from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
@@ -51,9 +52,10 @@ class ToolServerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def secrets(self) -> tuple[str, ...]:
         """The values that must not be shown, in every form that a message might contain. Short ones are left out."""
-        values = [fill_variables(value) for value in (*self.env.values(), *self.headers.values())]
+        queried = [value for _, value in parse_qsl(urlsplit(self.url or "").query)]
+        values = [*queried, *map(fill_variables, (*self.env.values(), *self.headers.values()))]
         parts = [part for value in values for part in (value, *value.split())]
-        return tuple(part for part in parts if len(part) >= MIN_SECRET_LENGTH)
+        return tuple(dict.fromkeys(part for part in parts if len(part) >= MIN_SECRET_LENGTH))
 
 
 class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

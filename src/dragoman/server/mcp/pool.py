@@ -203,12 +203,13 @@ class ConnectionPool:
         connection = self._connections.pop(target, None)
         if connection is None:
             self._make_room()
-            local, last_words = target.owner == LOCAL, LastWords(self._secrets(target))
+            local, secrets = target.owner == LOCAL, self._secrets(target)
+            last_words = LastWords(secrets)
             connection = ServerConnection(
                 self._make_transport(target, last_words),
                 CONFIGURED_IDLE if local else REQUESTED_IDLE,
                 lambda: self._forget(target, connection),
-                lambda reason: _log_failure(target, reason, last_words),
+                lambda reason: _log_failure(target, error_text(reason, secrets), last_words),
             )
             self._tasks.add(connection.task)
             connection.task.add_done_callback(self._tasks.discard)
