@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pydantic
 from anthropic.types import Message
-from anthropic.types.beta import BetaFileMetadata
+from anthropic.types.beta import BetaFileMetadata, BetaMessage
 from anthropic.types.messages import MessageBatch
 from openai.types import Batch, Completion, CreateEmbeddingResponse, FileObject
 from openai.types.chat import ChatCompletion
@@ -134,6 +134,7 @@ def sdk_types() -> dict[str, pydantic.TypeAdapter[Any]]:
         "chat": ChatCompletion,
         "completions": Completion,
         "messages": Message,
+        "beta_message": BetaMessage,
         "responses": Response,
         "embeddings": CreateEmbeddingResponse,
         "file": FileObject,
@@ -170,7 +171,7 @@ def check_reply(kind: str, body: bytes) -> None:
         if kind == "embeddings":
             _check_embeddings(body)
             return
-        adapter = sdk_types().get(kind)
+        adapter = sdk_types().get("beta_message" if kind == "messages" and b'"mcp_tool_' in body else kind)
         if adapter is not None:
             reply = adapter.validate_json(body)
             if kind in GENERATIONS:
