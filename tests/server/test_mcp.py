@@ -11,6 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from tests.server.mcp_fixtures import McpTest, mcp
+from tests.support.batches import finish, read_file, submit
 from tests.support.requests import PATIENCE, eventually, recorded, refused, talking, under_way
 from tests.support.sdk import sdk
 
@@ -320,6 +321,15 @@ def test_background_response_calls_tools(client: OpenAI, mcp: McpTest) -> None:
     own = tool("calc", server_url=mcp.url, authorization="x")
     with pytest.raises(openai.BadRequestError, match="background request is stored"):
         client.responses.create(model="m", input="add", tools=[own], background=True)
+
+
+def test_batch_calls_tools(client: OpenAI) -> None:
+    body = {"model": "m", "input": "add", "tools": [tool()]}
+    line = {"custom_id": "one", "method": "POST", "url": RESPONSES, "body": body}
+    batch = finish(client, submit(client, [line], RESPONSES).id)
+    (done,) = read_file(client, batch.output_file_id)
+    kinds_of_items = [item["type"] for item in done["response"]["body"]["output"]]
+    assert kinds_of_items == ["mcp_list_tools", "reasoning", "message", "mcp_call", "message"]
 
 
 def test_cancelled_background_response_cancels_its_call(client: OpenAI, mcp: McpTest) -> None:

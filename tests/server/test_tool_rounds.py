@@ -25,8 +25,9 @@ from dragoman.core.events import (
 from dragoman.core.request import GenerationRequest, Message, Text, ToolCall, ToolResult
 from dragoman.core.tool_servers import ListedTool, ToolServer
 from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions, ScriptedReply
+from dragoman.server import tool_servers
 from tests.server.mcp_fixtures import call
-from tests.support.requests import talk
+from tests.support.requests import refused, talk
 from tests.support.text_splits import cut, cuttings
 
 FIRST = "<think>Both, then.</think>I try « both »." + call("s__one", text="é\n<tool_call>") + call("s__two") + "\n"
@@ -295,3 +296,11 @@ def test_server_that_cannot_be_listed_fails_a_message_only(stream: bool) -> None
     answer = talk(app, lambda client: client.post("/v1/messages", json=body))
     assert answer.status_code == 400
     assert "tools[0]: the tools cannot be listed: out of order" in answer.text
+
+
+def test_without_the_package_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool_servers, "find_spec", lambda name: None)
+    app = create_app(Model())
+    answer = talk(app, lambda client: client.post("/v1/responses", json=START))
+    assert "pip install 'dragoman[mcp]'" in refused(answer, 501, param="tools")
+    assert answer.headers["x-should-retry"] == "false"
