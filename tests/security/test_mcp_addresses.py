@@ -3,8 +3,10 @@
 import ipaddress
 import re
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from dragoman.core.tool_servers import ToolServer
 from dragoman.server.mcp import addresses
 from tests.security.canaries import CanarySocket
 from tests.support.bad_server import whole
+from tests.support.certificates import write_certificate
 from tests.support.mcp_bad_server import McpServer, at, listed, pool_for
 
 CALL = ToolCall("call_1", "tool", "{}")
@@ -133,8 +136,20 @@ async def test_only_allowed_addresses_are_connected_to(bad: McpServer) -> None:
         for url in (f"{bad.url}/other", f"https://127.0.0.1:{bad.port}/mcp", f"http://127.0.0.1:{bad.port + 1}/mcp"):
             with pytest.raises(BadRequest, match="does not connect to"):
                 await listed(pool, ToolServer("x", "tools[0]", url))
-        with pytest.raises(BadRequest):
-            await pool.call_tool("p", ToolServer("x", "tools[0]", f"{bad.url}/other"), CALL)
+        assert "does not connect" in (await pool.call_tool("p", ToolServer("x", "t", f"{bad.url}/other"), CALL)).text
     async with pool_for(allow=()) as pool:
         with pytest.raises(BadRequest):
             await listed(pool, at(bad))
+
+
+async def test_certificate_must_be_that_of_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection goes to an address, but the name is that of the request."""
+    files = write_certificate(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", files.certificate)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(files.certificate, files.key)
+    with McpServer(context) as server:
+        async with pool_for() as pool:
+            assert (await listed(pool, at(server))).error is None
+            other = ToolServer("x", "tools[0]", f"https://127.0.0.1:{server.port}/mcp")
+            assert (await listed(pool, other)).error == "cannot connect to the server"

@@ -314,13 +314,16 @@ async def test_program_that_cannot_start_is_described(
     specs = {
         "none": ToolServerSpec(command=("/nonexistent",)),
         "bad": ToolServerSpec(command=(sys.executable, "-c", words), env={"KEY": "${CANARY}"}),
+        "unset": ToolServerSpec(command=(sys.executable, "-c", words), env={"KEY": "${NOT_SET}"}),
     }
     async with pool_for(specs) as pool:
-        none, bad = [await listed(pool, ToolServer(name, "tools[0]")) for name in specs]
-    assert (none.error, bad.error) == (
+        listings = [await listed(pool, ToolServer(name, "tools[0]")) for name in specs]
+    assert [listing.error for listing in listings] == [
         "the program of the server cannot be started",
         "the server closed the connection",
-    )
+        "the server lacks a setting; its operator's log has more",
+    ]
+    assert "MCP server unset: the environment has no NOT_SET" in caplog.text
     # Its last words are for the operator.
     assert "MCP server bad: the server closed the connection; it wrote: cannot find ***" in caplog.text
 

@@ -1,6 +1,7 @@
 """An MCP server that misbehaves as told, and connections to it."""
 
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -28,8 +29,8 @@ def error(body: bytes, code: int, message: str) -> Script:
 class McpServer(BadServer):
     """A server of the version of 2025 that misbehaves as told: `play_method` answers a method in another way."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(tls)
         self.methods: dict[str, Any] = {}
         self.also(self._answer, path="/mcp")
 

@@ -11,7 +11,7 @@
 import ipaddress
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated
 from urllib.parse import parse_qsl, urlsplit
 
@@ -50,6 +50,12 @@ class ToolServerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("env: only with command")
 
     @property
+    def missing_variables(self) -> list[str]:
+        """The environment variables that are not set."""
+        values = (*self.env.values(), *self.headers.values())
+        return [name for value in values for name in _VARIABLE.findall(value) if name not in os.environ]
+
+    @property
     def secrets(self) -> tuple[str, ...]:
         """The values that must not be shown, in every form that a message might contain. Short ones are left out."""
         queried = [value for _, value in parse_qsl(urlsplit(self.url or "").query)]
@@ -76,12 +82,8 @@ class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def fill_variables(value: str) -> str:
-    """Replace the environment variables in a value; those that are not set become empty."""
-    return _VARIABLE.sub(lambda found: os.environ.get(found[1], ""), value)
-
-
-def missing_variables(values: Iterable[str]) -> list[str]:
-    return [name for value in values for name in _VARIABLE.findall(value) if name not in os.environ]
+    """Replace the environment variables in a value, except those that are not set."""
+    return _VARIABLE.sub(lambda found: os.environ.get(found[1], found[0]), value)
 
 
 def check_servers(file: ConfigFile, servers: Mapping[str, ToolServerSpec], mcp: McpSettings) -> None:

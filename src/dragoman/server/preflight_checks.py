@@ -18,7 +18,7 @@ import msgspec
 
 from dragoman.config.diagnostics import Diagnostic, Level
 from dragoman.config.loading import default_address
-from dragoman.config.mcp import PACKAGE_NEEDED, missing_variables
+from dragoman.config.mcp import PACKAGE_NEEDED
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.sections import MEMORY, POSTGRES, BudgetLimit, Keys, Tls
 from dragoman.config.settings import Settings
@@ -93,7 +93,7 @@ def _check_tool_servers(settings: Settings) -> Iterator[Diagnostic]:
         key = f"mcp_servers.{name}"
         if server.command and shutil.which(server.command[0]) is None:
             yield Diagnostic(f"{key}.command", f"there is no program {server.command[0]}", "unservable")
-        for variable in missing_variables((*server.env.values(), *server.headers.values())):
+        for variable in server.missing_variables:
             yield Diagnostic(key, f"the environment variable {variable} is not set", "unservable")
 
 

@@ -15,7 +15,7 @@ from dragoman.core.errors import BadRequest, quote
 from dragoman.core.events import Event, ToolCallDelta, ToolCallStart, ToolOutput, ToolsListed
 from dragoman.core.request import GenerationRequest, Message, Text, Tool, ToolCall, ToolChoice, ToolResult
 from dragoman.core.tool_servers import ANY_OBJECT, ListedTool, ToolServer, digest_name, function_name, usable_schema
-from dragoman.protocols.json_body import is_object
+from dragoman.protocols.json_body import parse_text
 from dragoman.server.tool_servers import ToolServers
 
 
@@ -86,8 +86,10 @@ class ToolSession:
 
     async def call(self, function: ServerTool, call: ToolCall) -> ToolOutput:
         arguments = call.arguments.strip() or "{}"
-        if not is_object(arguments):
-            return ToolOutput(call.id, "not run: the arguments are not a JSON object", is_error=True)
+        try:
+            parse_text(arguments, "arguments")
+        except BadRequest as error:
+            return ToolOutput(call.id, f"not run: {error.message}", is_error=True)
         named = ToolCall(call.id, function.tool.name, arguments)
         return await self._servers.call_tool(*self._caller, function.server, named)
 

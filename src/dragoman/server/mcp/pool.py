@@ -46,6 +46,7 @@ MAX_PAGES = 50
 """Pages of a list of tools."""
 NO_CONNECTION, TIMED_OUT, INVALID_ANSWER = 502, -32001, -32700
 """Codes of errors; positive ones are a status of HTTP."""
+INVALID = "the answer of the server does not follow MCP"
 LOCAL = "configuration"
 
 
@@ -130,7 +131,11 @@ class ConnectionPool:
 
     async def call_tool(self, principal: str, server: ToolServer, call: ToolCall) -> ToolOutput:
         """Call a tool. `call` has the name that the server uses."""
-        target = self._target(server, principal)
+        try:
+            target = self._target(server, principal)
+        except BadRequest as error:
+            # The configuration has changed since the tools were listed.
+            return ToolOutput(call.id, error.message, is_error=True)
         own = self._own_tools(target)
         if own is not None and call.name not in own:
             return ToolOutput(call.id, "the operator does not allow this tool", is_error=True)
@@ -197,11 +202,18 @@ class ConnectionPool:
             message = CLOSED if error.code == wire.CONNECTION_CLOSED else error_text(error.message, secrets)
             raise _ServerFailed(message, _status(error) or error.code) from None
         except ValidationError:
-            raise _ServerFailed("the answer of the server does not follow MCP", INVALID_ANSWER) from None
+            raise _ServerFailed(INVALID, INVALID_ANSWER) from None
+        except _ServerFailed:
+            raise
+        except Exception as error:  # noqa: BLE001 (an error for the model, and logged)
+            # Its message may contain what the server sent.
+            log.error("a call of a tool of an MCP server failed: %s", type(error).__name__)
+            raise _ServerFailed(INVALID, INVALID_ANSWER) from None
 
     def _connect(self, target: Target) -> ServerConnection:
         connection = self._connections.pop(target, None)
         if connection is None:
+            self._check_spec(target)
             self._make_room()
             local, secrets = target.owner == LOCAL, self._secrets(target)
             last_words = LastWords(secrets)
@@ -215,6 +227,16 @@ class ConnectionPool:
             connection.task.add_done_callback(self._tasks.discard)
         self._connections[target] = connection
         return connection
+
+    def _check_spec(self, target: Target) -> None:
+        if target.owner != LOCAL:
+            return
+        spec = self._servers.get(target.name)
+        if spec is None:
+            raise _ServerFailed("the server is no longer in the configuration", NO_CONNECTION)
+        if spec.missing_variables:
+            log.error("MCP server %s: the environment has no %s", target.name, ", ".join(spec.missing_variables))
+            raise _ServerFailed("the server lacks a setting; its operator's log has more", NO_CONNECTION)
 
     def _make_room(self) -> None:
         if len(self._tasks) < self._mcp.connections:
