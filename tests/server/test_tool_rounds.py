@@ -158,6 +158,14 @@ def test_forced_call_is_forced_once() -> None:
     assert [request.tool_choice.mode for request in model.requests] == ["required", "auto", "auto"]
 
 
+def test_model_that_does_not_stop_calling_is_stopped() -> None:
+    servers = Servers()
+    response = post(Model(replies=[ScriptedReply(call("s__one"))]), servers=servers, max_tool_calls=2)
+    made = [item for item in response["output"] if item["type"] == "mcp_call"]
+    assert [item["status"] for item in made] == ["completed", "completed", "failed", "failed"]
+    assert (len(servers.calls), response["status"]) == (2, "completed")
+
+
 def test_names_that_collide_or_cannot_be_functions() -> None:
     class Odd(Servers):
         async def list_tools(

@@ -11,7 +11,8 @@ Rules
    calls. Meanwhile the response holds no slot of the model.
 3. A round is the last one if it has no calls of servers, or also calls for the client or such that need approval. Calls
    of servers run even then. A reply that was cut off ends at once.
-4. A call above the limits is not run; that is an error for the model. If no call of a round has run, it is the last.
+4. A call above the limits is not run; that is an error for the model. After a second round without any call that has
+   run, the response ends.
 5. A forced call is forced in the first round only.
 6. If the engine rejects the schemas of the tools, the servers check the arguments instead.
 """
@@ -63,7 +64,7 @@ class ToolRounds:
 
     async def run(self, request: GenerationRequest, deliver: OnEvents) -> None:
         """Run all rounds. `request` is complete: it has the tools as functions."""
-        calls_left, rounds_left = request.max_tool_calls, self._max_rounds
+        calls_left, rounds_left, has_warned = request.max_tool_calls, self._max_rounds, False
         turn, request = await self._first_turn(request, deliver)
         while True:
             ended = self._ended[-1]
@@ -71,14 +72,15 @@ class ToolRounds:
             if not calls or ended.reason in CUT_OFF:
                 break
             count = len(calls) if calls_left is None else min(len(calls), calls_left)
-            runnable = calls[: count if rounds_left else 0]
+            runnable = calls[: count if rounds_left > 0 else 0]
             await _deliver(deliver, [TurnEnded()])
             outputs = await self._run_calls(runnable, calls[len(runnable) :])
             await _deliver(deliver, outputs)
             calls_left = None if calls_left is None else calls_left - len(runnable)
             rounds_left -= 1
-            if not runnable or turn.has_other_calls:
+            if turn.has_other_calls or (has_warned and not runnable):
                 break
+            has_warned = not runnable
             results = [Message("tool", (as_result(output),)) for output in outputs]
             request = self._next_request(request, (turn.message, *results))
             if request.max_tokens == 0:

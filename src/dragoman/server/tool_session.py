@@ -79,9 +79,15 @@ class ToolSession:
         """Return the request with the tools as functions, and with the results of approved calls."""
         messages = tuple([self._fill(message) for message in request.messages])
         tools = (*request.tools, *self._tools)
-        choice = self._resolve_choice(request.tool_choice, tools)
+        choice, most = self._resolve_choice(request.tool_choice, tools), request.max_tool_calls
         return msgspec.structs.replace(
-            request, messages=messages, tools=tools, tool_choice=choice, tool_servers=(), approved_calls=()
+            request,
+            messages=messages,
+            tools=tools,
+            tool_choice=choice,
+            tool_servers=(),
+            approved_calls=(),
+            max_tool_calls=None if most is None else max(0, most - len(request.approved_calls)),
         )
 
     async def call(self, function: ServerTool, call: ToolCall) -> ToolOutput:
