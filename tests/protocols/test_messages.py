@@ -214,7 +214,6 @@ def test_fields_without_effect() -> None:
 def test_unsupported_fields_are_reported() -> None:
     fields: dict[str, Any] = {
         "container": "c",
-        "mcp_servers": [{"type": "url", "url": "https://x", "name": "x"}],
         "inference_geo": "eu",
         "speed": "fast",
         "service_tier": "priority",

@@ -148,7 +148,7 @@ ITEMS: list[tuple[list[dict[str, Any]], list[Message]]] = [
     ),
     (
         [{"type": "mcp_call", "id": "c1", "server_label": "s", "name": "f", "arguments": "{}", "output": "done"}],
-        [assistant(ToolCall("c1", "f", "{}")), DONE],
+        [assistant(ToolCall("c1", "s__f", "{}")), DONE],
     ),
     # A tool in a namespace keeps its function name, even if it is no longer offered.
     ([{**CALL, "namespace": "n"}], [assistant(ToolCall("c1", "n__f", '{"a": 1}'))]),

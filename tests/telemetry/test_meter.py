@@ -36,6 +36,18 @@ def test_unfinished_choice_is_counted_separately() -> None:
     assert record.unfinished_tokens == record.spent_tokens == 11
 
 
+def test_rounds_of_one_request_count_their_prompts() -> None:
+    meter, record, metrics = made()
+    meter.note(0, [Started(7), TextDelta("a"), Finished("tool_calls", usage=Usage(7, 1))], 101)
+    meter.close()
+    second = Meter(record, metrics, 100.0)
+    second.note(0, [Started(20), TextDelta("b")], 102)
+    # The second round is cut off.
+    second.close()
+    assert (record.prompt_tokens, record.completion_tokens) == (7, 1)
+    assert (record.unfinished_prompt_tokens, record.unfinished_tokens, record.spent_tokens) == (20, 21, 29)
+
+
 def passed_on(*ends: Finished) -> tuple[RequestRecord, ModelMetrics]:
     """A reply whose server reports usage at its end, or not at all."""
     record, metrics = RequestRecord("id", "POST /x"), ModelMetrics()

@@ -200,6 +200,21 @@ def message_tools(random: Random, body: Body) -> None:
     )
     if random.random() < 0.2:
         body["tools"].append({"type": "web_search_20250305", "name": "web_search"})
+    if random.random() < 0.3:
+        body["tools"].append(toolset(random))
+
+
+def toolset(random: Random) -> Any:
+    made: Body = {"type": "mcp_toolset", "mcp_server_name": "fuzz"}
+    maybe(
+        random,
+        made,
+        0.3,
+        default_config=lambda: {"enabled": random.random() < 0.5, "defer_loading": False},
+        configs=lambda: {"repeat": {"enabled": random.random() < 0.8}, "other": {}},
+        tools=lambda: [{"name": "repeat", "description": "d", "input_schema": random.choice(SCHEMAS[:3])}],
+    )
+    return made
 
 
 def message_blocks(random: Random) -> Any:
@@ -247,6 +262,18 @@ def message(random: Random) -> Body:
         made.append(
             {"role": "assistant", "content": [{"type": "compaction", "content": random.choice(("They met.", None))}]}
         )
+    if random.random() < 0.1:
+        use = {
+            "type": "mcp_tool_use",
+            "id": "mcptoolu_1",
+            "name": "repeat",
+            "server_name": "fuzz",
+            "input": {"text": "a"},
+        }
+        output = {"type": "mcp_tool_result", "tool_use_id": "mcptoolu_1", "is_error": False}
+        texts = [{"type": "text", "text": words(random)}]
+        made.append({"role": "user", "content": words(random)})
+        made.append({"role": "assistant", "content": [use, output | {"content": texts}, *texts]})
     made.append({"role": "user", "content": words(random) if random.random() < 0.7 else message_blocks(random)})
     body: Body = {"messages": made, "max_tokens": random.choice((1, 4, 16))}
     maybe(
@@ -291,11 +318,42 @@ def response_input(random: Random) -> Any:
             {"type": "function_call", "call_id": f"c{at}", "name": "now", "arguments": "{}"},
             {"type": "function_call_output", "call_id": f"c{at}", "output": words(random)},
         ]
+    if random.random() < 0.15:
+        made += mcp_items(random)
     made.append({"type": "message", "role": "user", "content": [{"type": "input_text", "text": words(random)}]})
     if random.random() < 0.15:
         made.insert(random.randint(0, len(made)), random.choice(COMPACTIONS))
     if random.random() < 0.1:
         made.append({"type": "compaction_trigger"})
+    return made
+
+
+def mcp_items(random: Random) -> list[Any]:
+    call = {"name": "repeat", "server_label": "fuzz", "arguments": '{"text": "a"}'}
+    tools = [{"name": "repeat", "description": "d", "input_schema": random.choice(SCHEMAS)}]
+    error = {"type": "mcp_tool_execution_error", "content": [{"type": "text", "text": words(random)}]}
+    answer = {"type": "mcp_approval_response", "approval_request_id": "mcpr_1", "approve": False}
+    return [
+        {"type": "mcp_list_tools", "id": "mcpl_1", "server_label": "fuzz", "tools": tools, "error": None},
+        {"type": "mcp_approval_request", "id": "mcpr_1", **call},
+        answer | {"reason": words(random)},
+        {"type": "mcp_call", "id": "mcp_1", **call, "output": words(random), "error": None},
+        {"type": "mcp_call", "id": "mcp_2", **call, "output": None, "error": error, "approval_request_id": "mcpr_0"},
+    ]
+
+
+def mcp_tool(random: Random) -> Any:
+    """A server of the configuration: its own address, or none, makes a mutated request a mistake."""
+    made: Body = {"type": "mcp", "server_label": "fuzz"}
+    maybe(
+        random,
+        made,
+        0.4,
+        require_approval=lambda: random.choice(("never", "always", {"never": {"tool_names": ["repeat"]}})),
+        allowed_tools=lambda: random.choice((["repeat"], [], {"read_only": True}, {"tool_names": ["other"]})),
+        server_description=lambda: words(random),
+        defer_loading=lambda: random.random() < 0.5,
+    )
     return made
 
 
@@ -325,6 +383,9 @@ def response(random: Random) -> Body:
     )
     if random.random() < 0.3:
         body["tools"] = random.sample(RESPONSE_TOOLS, k=random.randint(1, 3))
+        if random.random() < 0.5:
+            body["tools"].append(mcp_tool(random))
+            maybe(random, body, 0.3, max_tool_calls=lambda: random.choice((1, 2, 10)))
         maybe(random, body, 0.5, tool_choice=lambda: random.choice(("auto", "none", "required")))
     return body
 

@@ -13,6 +13,7 @@
                              keep: {responses: TIME, ...}}
     prices   := {name or pattern of a model: {input, cached_input, output}}
     keys, budgets, telemetry, cors, tls    see `sections`
+    mcp_servers, mcp                       see `mcp`
 
 Rules
 1. A flag overrides the environment, the environment overrides the file.
@@ -32,6 +33,7 @@ import msgspec
 from dragoman.config.aliases import AliasTable
 from dragoman.config.config_file import ConfigFile, read_config_file, resolve_path
 from dragoman.config.diagnostics import Locations, find_known_key
+from dragoman.config.mcp import check_servers
 from dragoman.config.model_spec import MODEL_NAME, ModelSpec, model_from_flag, read_models
 from dragoman.config.models_yaml import read_models_yaml
 from dragoman.config.quantities import parse_duration, parse_finite_duration, parse_size
@@ -190,6 +192,7 @@ def _read_settings(file: ConfigFile, flags: Flags, environ: Mapping[str, str]) -
     for at, entry in enumerate(settings.proxies):
         file.parse(entry, parse_network, f"proxies[{at}]")
     _check_texts(file, settings)
+    check_servers(file, settings.mcp_servers, settings.mcp)
     return _resolve_paths(file, settings)
 
 

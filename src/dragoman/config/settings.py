@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from dragoman.config.mcp import McpSettings, ToolServerSpec
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.sections import Budget, CompactionSettings, Cors, Keys, Price, Storage, Telemetry, Tls
 from dragoman.core.types import Count, ReasoningField, Seconds, SecondsOrZero, Word
@@ -97,6 +98,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compaction: CompactionSettings = CompactionSettings()
     cors: Cors = Cors()
     tls: Tls | None = None
+    mcp_servers: Mapping[Word, ToolServerSpec] = {}
+    """By the name with which requests refer to them."""
+    mcp: McpSettings = McpSettings()
 
     @property
     def default_model(self) -> ModelSpec | None:

@@ -28,6 +28,7 @@ from dragoman.server.batches.runner import BatchRunner
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LocalModelLease
 from dragoman.server.telemetry.recorder import TelemetryRecorder, without_secrets
+from dragoman.server.tool_servers import LocalToolServers
 from dragoman.storage.batches import BatchStore
 from dragoman.storage.blobs import open_blobs
 from dragoman.storage.budgets import first_day
@@ -82,6 +83,7 @@ class App(BaseApp):
     background: BackgroundResponses
     files: FileStore
     batches: BatchStore
+    tool_servers: LocalToolServers
 
     def __init__(
         self,
@@ -121,6 +123,7 @@ class App(BaseApp):
         self.maintenance.add(self.conversations.remove_unused, RESPONSE_EXPIRY_SECONDS)
         self.maintenance.add(self.background.resume, DEAD_SECONDS)
         self.maintenance.add(self.batches.remove_expired, EXPIRY_SECONDS)
+        self.tool_servers = LocalToolServers(settings)
         self.created = int(time.time())
         self.started = time.monotonic()
         self.admin_token = secrets.token_urlsafe(32)
@@ -165,6 +168,7 @@ class App(BaseApp):
     def _reconfigure(self, settings: Settings) -> None:
         self.catalog.reconfigure(settings)
         self.ledger.configure(settings)
+        self.tool_servers.configure(settings)
         self.batch_runner.max_line = self.conversations.most = settings.limits.body_bytes
 
     def _enter_quota(self, exchange: HttpExchange, route: "Route[App] | None") -> None:
@@ -269,6 +273,7 @@ class App(BaseApp):
         self.stop_requests()
         await self.finish_jobs(0)
         await self.tasks.finish()
+        await self.tool_servers.stop()
         await self.catalog.stop()
         await self.maintenance.stop()
         await self._write_key_uses()

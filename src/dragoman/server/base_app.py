@@ -51,6 +51,7 @@ from dragoman.server.model_lease import ModelLease
 from dragoman.server.request_timer import stopping_error
 from dragoman.server.telemetry.recorder import Recorder
 from dragoman.server.telemetry.recording import ExchangeRecording, RecordingFile
+from dragoman.server.tool_servers import ToolServers
 from dragoman.server.websocket.handshake import HandshakeRequest
 from dragoman.server.websocket.memory import ProcessMemory
 from dragoman.server.websocket.session import WebSocketSession
@@ -121,6 +122,7 @@ class BaseApp(ABC):
     files: Files
     blobs: BlobStore
     batches: Batches
+    tool_servers: ToolServers
     hooks: Hooks | None = None
     """Callables of the application that made this app."""
     identify: Identify | None = None

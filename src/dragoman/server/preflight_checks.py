@@ -7,15 +7,18 @@ A reload is also refused if it would make a model unservable.
 import ipaddress
 import os
 import re
+import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 
 from dragoman.config.diagnostics import Diagnostic, Level
 from dragoman.config.loading import default_address
+from dragoman.config.mcp import PACKAGE_NEEDED
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.sections import MEMORY, POSTGRES, BudgetLimit, Keys, Tls
 from dragoman.config.settings import Settings
@@ -41,6 +44,7 @@ def find_diagnostics(settings: Settings) -> list[Diagnostic]:
     default = settings.default_model
     found = [diagnostic for model in settings.models for diagnostic in _check_model(model, model is default)]
     found += _check_protocols(settings)
+    found += _check_tool_servers(settings)
     return [*found, *_check_keys(settings.keys), *_check_files(settings), *_find_warnings(settings)]
 
 
@@ -80,6 +84,17 @@ def _check_protocols(settings: Settings) -> Iterator[Diagnostic]:
         build_routes(settings)
     except ConfigError as error:
         yield Diagnostic("protocols", str(error))
+
+
+def _check_tool_servers(settings: Settings) -> Iterator[Diagnostic]:
+    if (settings.mcp_servers or settings.mcp.allow) and find_spec("mcp") is None:
+        yield Diagnostic("mcp_servers" if settings.mcp_servers else "mcp.allow", PACKAGE_NEEDED, "unservable")
+    for name, server in settings.mcp_servers.items():
+        key = f"mcp_servers.{name}"
+        if server.command and shutil.which(server.command[0]) is None:
+            yield Diagnostic(f"{key}.command", f"there is no program {server.command[0]}", "unservable")
+        for variable in server.missing_variables:
+            yield Diagnostic(key, f"the environment variable {variable} is not set", "unservable")
 
 
 def _check_keys(keys: Keys) -> Iterator[Diagnostic]:

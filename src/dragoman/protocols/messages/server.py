@@ -2,13 +2,14 @@
 
     stream  := message_start ping block* message_delta message_stop
     block   := content_block_start content_block_delta* content_block_stop
-    message := compaction? (text | thinking | redacted_thinking | tool_use)* blocks, in the order of the reply
+    message := compaction? (text | thinking | redacted_thinking | tool_use | mcp_tool_use | mcp_tool_result)* blocks, in
+               the order of the reply
 
 Rules
 1. `system` comes first; messages with the system role stay where they are.
 2. The blocks of `system` become paragraphs. A billing header in its first line is removed: it changes with every
    session, so a prompt that starts with it would never be found in a cache.
-3. Tool results become messages of their own, before the rest of their message.
+3. Tool results become messages of their own, before the rest of their message. Those of MCP servers split it.
 4. In a stream, one block is open at a time; its index is its position in the message. The last delta of a thinking
    block is its signature: that of the upstream server, or one made here. A call without arguments has one empty delta.
 5. While a conversation is compacted, pings keep the stream alive. Its usage is known at the end.
@@ -33,6 +34,9 @@ from dragoman.core.events import (
     TextDelta,
     ToolCallDelta,
     ToolCallStart,
+    ToolOutput,
+    ToolsListed,
+    TurnEnded,
     Usage,
 )
 from dragoman.core.features import Feature
@@ -48,11 +52,12 @@ from dragoman.core.request import (
     Summary,
     Text,
     Thinking,
+    ToolCall,
     ToolResult,
 )
 from dragoman.protocols import json_body, thinking
 from dragoman.protocols.errors import encode_anthropic_error
-from dragoman.protocols.messages import blocks, context, tools
+from dragoman.protocols.messages import blocks, context, mcp, tools
 from dragoman.protocols.messages.tools import AnthropicToolChoice
 from dragoman.protocols.openai import NEUTRAL, Count, Int64, Probability, check_stop
 
@@ -69,8 +74,10 @@ DELTAS = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
+    "mcp_tool_use": ("input_json_delta", "partial_json"),
 }
 """The delta type of each block type, and the name of its text."""
+CALLS = ("tool_use", "mcp_tool_use")
 EMPTY_BLOCKS = {"text": {"type": "text", "text": ""}, "thinking": {"type": "thinking", "thinking": "", "signature": ""}}
 
 
@@ -101,6 +108,7 @@ class MessagesFields(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     system: blocks.Content | None = None
     tools: list[dict[str, Any]] | None = None
+    mcp_servers: list[dict[str, Any]] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: AnthropicThinking | None = None
     output_config: OutputConfig | None = None
@@ -117,7 +125,7 @@ class MessagesFields(msgspec.Struct, frozen=True, kw_only=True):
 
 HARMLESS = frozenset({"metadata", "cache_control", "betas", "anthropic_version", "anthropic_beta", "thread"})
 """Unknown fields that do not affect the reply."""
-NO_EFFECT: dict[str, Any] = {"service_tier": ("auto", "standard_only"), "speed": ("standard",), "mcp_servers": ([],)}
+NO_EFFECT: dict[str, Any] = {"service_tier": ("auto", "standard_only"), "speed": ("standard",)}
 """Values without effect of fields that are not supported."""
 
 
@@ -138,7 +146,8 @@ def decode_count(body: bytes) -> GenerationRequest:
     if not fields.messages:
         raise BadRequest("messages: at least one message is needed", param="messages")
     asked = [Asked(Feature.CHAT, "messages"), *_asked_fields(fields, parsed)]
-    offered, choice = tools.decode(fields.tools or [], fields.tool_choice, asked)
+    servers = mcp.decode(parsed, asked)
+    offered, choice = tools.decode(fields.tools or [], fields.tool_choice, asked, bool(servers))
     top_k = 0 if fields.top_k == -1 else fields.top_k  # Some clients send -1 for no limit.
     for at, stop in enumerate(fields.stop_sequences or ()):
         check_stop(stop, f"stop_sequences[{at}]")
@@ -151,6 +160,7 @@ def decode_count(body: bytes) -> GenerationRequest:
         edits=context.decode_edits(parsed, asked),
         tools=offered,
         tool_choice=choice,
+        tool_servers=servers,
         constraint=_constraint(fields, asked),
         thinking=_thinking(fields, parsed, asked),
         sampling=Sampling(temperature=fields.temperature, top_p=fields.top_p, top_k=top_k, seed=fields.seed),
@@ -214,6 +224,11 @@ def _messages(
         first = first_block if at == start else 0
         parts = blocks.decode(message.content, path, asked, blocks.ALLOWED[message.role], first)
         separate = [Message("user", (part,)) for part in parts if isinstance(part, Summary)]
+        if message.role == "assistant":
+            rest = [part for part in parts if not isinstance(part, Summary)]
+            decoded += separate
+            decoded += mcp.split_turns(rest) if rest or not separate else ()
+            continue
         separate += [Message("tool", (part,)) for part in parts if isinstance(part, ToolResult)]
         others = tuple(part for part in parts if not isinstance(part, ToolResult | Summary))
         decoded += separate
@@ -273,10 +288,16 @@ class MessagesEncoder:
         if isinstance(event, ReasoningDelta):
             return self._reasoning(event)
         if isinstance(event, ToolCallStart):
-            return self._start({"type": "tool_use", "id": event.id, "name": event.name, "input": {}})
+            return self._start(blocks.encode_part(ToolCall(event.id, event.name, "", event.server)))
         if isinstance(event, ToolCallDelta):
             # A faulty upstream server may send more arguments after the block of a call has ended.
-            return self._piece("tool_use", event.arguments) if self._open == "tool_use" else b""
+            return self._piece(self._open or "", event.arguments) if self._open in CALLS else b""
+        if isinstance(event, ToolOutput):
+            return self._start(mcp.encode_output(event)) + self._stop()
+        if isinstance(event, TurnEnded):
+            return self._stop()
+        if isinstance(event, ToolsListed):
+            return b""
         if isinstance(event, Started):
             return b"" if self._is_started else self._begin(event)
         delta, usage = _stop_fields(event.reason, event.stop), event.usage or Usage()
@@ -332,7 +353,7 @@ class MessagesEncoder:
             signature = self._signature or blocks.SIGNATURE.sign("".join(self._pieces))
             delta = {"type": "signature_delta", "signature": signature}
             last = _frame({"type": "content_block_delta", "index": self._index, "delta": delta})
-        elif self._open == "tool_use" and not self._pieces:
+        elif self._open in CALLS and not self._pieces:
             last = self._deltas([""])
         self._open, self._signature = None, None
         self._pieces.clear()
@@ -348,7 +369,7 @@ class MessagesEncoder:
 def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict[str, Any]:
     choice = reply.choices[0]
     encoded = [] if reply.compaction is None else [context.encode_block(reply.compaction)]
-    encoded += [blocks.encode_part(part) for part in choice.parts]
+    encoded += [mcp.encode_result(part) or blocks.encode_part(part) for part in choice.parts]
     message = _message(request, encoded, choice.reason, choice.stop, reply.usage)
     message["usage"] |= context.encode_iterations(reply.edited, reply.usage, _encode_usage)
     return message | context.encode_edited(request.edits, reply.edited)

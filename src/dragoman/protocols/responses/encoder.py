@@ -8,10 +8,10 @@
     reasoning := added  content_part.added  reasoning_text.delta*  reasoning_text.done  content_part.done  done
     function  := added  function_call_arguments.delta*   function_call_arguments.done   done
     custom    := added  custom_tool_call_input.delta*    custom_tool_call_input.done    done
-    other     := added  done
+    other     := added  done                                      of MCP servers: see `mcp_items`
 
 Rules
-1. Events have consecutive sequence numbers. Each item is done before the next one starts.
+1. Events have consecutive sequence numbers. Each item is done before the next one starts, except calls of MCP servers.
 2. The whole response is the one at the end of the stream.
 3. A response without text and calls has an empty message, unless it is incomplete or only a compaction.
 4. A response repeats fields of its request that are not part of a `GenerationRequest`. Therefore each request has its
@@ -35,6 +35,9 @@ from dragoman.core.events import (
     TokenLogprob,
     ToolCallDelta,
     ToolCallStart,
+    ToolOutput,
+    ToolsListed,
+    TurnEnded,
     Usage,
     total_usage,
 )
@@ -45,6 +48,7 @@ from dragoman.protocols.responses import calls
 from dragoman.protocols.responses.compaction_items import CompactionOutput
 from dragoman.protocols.responses.frames import ItemEvent, encode_frame
 from dragoman.protocols.responses.items import PREFIX
+from dragoman.protocols.responses.mcp_items import ServerCallItem, WaitingCalls, encode_listing
 from dragoman.protocols.responses.reply_events import reply_events
 from dragoman.protocols.responses.server import ResponseContext
 from dragoman.protocols.sealed import Seal
@@ -218,9 +222,10 @@ class ResponseEncoder:
         self._is_started = False
         self._needs_message = True
         self._output: list[dict[str, Any]] = []
-        self._open: ContentItem | CallItem | None = None
+        self._open: ContentItem | CallItem | ServerCallItem | None = None
         self._message: ContentItem | None = None
         """The open item, if it is a message."""
+        self._waiting = WaitingCalls(self._output)
         self._pending_logprobs: list[TokenLogprob] = []
         """Logprobs that arrived before their text."""
         self._finished = Finished()
@@ -258,19 +263,25 @@ class ResponseEncoder:
             if event.signature and isinstance(self._open, ContentItem) and self._message is None:
                 yield from self._close("completed")
         elif isinstance(event, ToolCallStart):
-            tool = self._encoding.context.client_tools.get(event.name) or calls.ClientTool("function", event.name)
             yield from self._close("completed")
             self._needs_message = False
-            self._open = CallItem(tool, event.id, self._id_suffix, len(self._output))
+            self._open = self._call_item(event)
             yield from self._open.begin()
         elif isinstance(event, ToolCallDelta):
             yield from self._add(event.arguments)
         elif isinstance(event, Started):
             if not self._is_started:
                 yield from self._begin()
+        elif isinstance(event, ToolsListed):
+            yield from self._add_done(encode_listing(event, self._id_suffix, len(self._output)))
+        elif isinstance(event, TurnEnded | ToolOutput):
+            yield from self._close("completed")
+            if isinstance(event, ToolOutput):
+                yield from self._waiting.complete(event)
         else:
             self._finished = event
             yield from self._close("incomplete" if event.reason in INCOMPLETE_REASONS else "completed")
+            yield from self._waiting.abandon()
             if self._needs_message and event.reason not in (*INCOMPLETE_REASONS, "compaction"):
                 yield from self._start_content(is_message=True)
                 if self._pending_logprobs:
@@ -307,15 +318,30 @@ class ResponseEncoder:
             self._message, self._needs_message = item, False
         yield from item.begin()
 
+    def _call_item(self, call: ToolCallStart) -> CallItem | ServerCallItem:
+        if call.server is not None:
+            return ServerCallItem(call, self._id_suffix, len(self._output))
+        tool = self._encoding.context.client_tools.get(call.name) or calls.ClientTool("function", call.name)
+        return CallItem(tool, call.id, self._id_suffix, len(self._output))
+
     def _add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[ItemEvent]:
         return iter(()) if self._open is None else self._open.add(text, logprobs)
 
     def _close(self, status: Status) -> Iterator[ItemEvent]:
         item, self._open, self._message = self._open, None, None
-        if item is not None:
-            events = list(item.finish(status))
-            self._output.append(events[-1][1]["item"])
-            yield from events
+        if isinstance(item, ServerCallItem) and item.is_approval is (status == "incomplete"):
+            # A call waits for its output. A request for approval without all arguments is left out.
+            if not item.is_approval:
+                yield from item.finish(status)
+                self._waiting.add(item)
+        elif item is not None:
+            yield from self._add_done(item.finish(status))
+
+    def _add_done(self, events: Iterator[ItemEvent]) -> Iterator[ItemEvent]:
+        """Add the item that the last event has."""
+        *_, (_, fields) = complete = list(events)
+        self._output.append(fields["item"])
+        yield from complete
 
     def end(self) -> bytes:
         response = self.finish()
@@ -340,6 +366,8 @@ class ResponseEncoder:
         opening = b"" if self._is_started else self.frames(self._begin())
         fields = {"code": error_code(error), "message": error.message}
         param = "input" if isinstance(error, ContextTooLong) else error.param
+        # The stream has no further events of items.
+        list(self._waiting.abandon())
         self._encoding.response = response = self.snapshot("failed", error=fields)
         return opening + self.frames(
             [("error", {**fields, "param": param}), ("response.failed", {"response": response})]

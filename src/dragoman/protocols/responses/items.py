@@ -25,7 +25,7 @@ from dragoman.core.request import Asked, Image, Message, Part, Reasoning, Role, 
 from dragoman.core.summary import compact_messages
 from dragoman.protocols import json_body
 from dragoman.protocols.openai import RESPONSE_PARTS, Content, ContentPart, decode_content, decode_limit
-from dragoman.protocols.responses import compaction_items
+from dragoman.protocols.responses import compaction_items, mcp
 from dragoman.protocols.responses.calls import CALLS, PREFIXES, CallFields, Kind, decode_arguments, to_text
 from dragoman.protocols.responses.tools import ToolSet
 from dragoman.protocols.sealed import Seal
@@ -42,8 +42,9 @@ ID_PREFIXES = {item_type: PREFIXES[kind] for item_type, kind in CALLS.items()} |
     "function_call_output": "fco_",
     "custom_tool_call_output": "ctco_",
     compaction_items.COMPACTION: compaction_items.ID_PREFIX,
+    **mcp.ID_PREFIXES,
 }
-WITHOUT_STATUS = ("reasoning", "additional_tools", *compaction_items.KINDS)
+WITHOUT_STATUS = ("reasoning", "additional_tools", *compaction_items.KINDS, *mcp.WITHOUT_STATUS)
 
 
 class ItemId(msgspec.Struct, frozen=True):
@@ -77,14 +78,6 @@ class OutputItem(msgspec.Struct, frozen=True):
     status: str | None = None
 
 
-class McpCall(msgspec.Struct, frozen=True):
-    id: str
-    name: str
-    arguments: str = ""
-    output: str | None = None
-    error: Any = None
-
-
 TOOL_SEARCH_OUTPUT = "tool_search_output"
 """May lack a call id, because a server may search without a call."""
 CALL_ID_IN_ID = ("local_shell_call_output", TOOL_SEARCH_OUTPUT)
@@ -94,13 +87,12 @@ WITH_TOOLS = ("additional_tools", TOOL_SEARCH_OUTPUT)
 UPDATE = "configuration_update"
 WITHOUT_CONTENT = ("additional_tools", UPDATE)
 """Items that are not part of the conversation."""
-WITH_CONTENT = ("message", "reasoning", "mcp_call", *compaction_items.KINDS)
+WITH_CONTENT = ("message", "reasoning", *mcp.KINDS, *compaction_items.KINDS)
 """Items that the model sees, besides calls and their outputs."""
 SKIPPED = frozenset(
     {
         *("code_interpreter_call", "computer_call", "computer_call_output", "file_search_call"),
-        *("image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_list_tools", "program"),
-        *("program_output", "web_search_call"),
+        *("image_generation_call", "program", "program_output", "web_search_call"),
     }
 )
 """Items of OpenAI's API that the models of this server do not see."""
@@ -165,8 +157,11 @@ def retained(items: Sequence[LocatedItem], users: int) -> list[LocatedItem]:
     return found[::-1]
 
 
-def decode(items: Sequence[LocatedItem], toolset: ToolSet, asked: list[Asked]) -> tuple[Message, ...]:
-    builder = _MessageBuilder(toolset, asked)
+def decode(
+    items: Sequence[LocatedItem], toolset: ToolSet, asked: list[Asked], history: mcp.McpHistory | None = None
+) -> tuple[Message, ...]:
+    """`history` is what the items say about MCP servers."""
+    builder = _MessageBuilder(toolset, asked, history or mcp.McpHistory(items))
     for path, kind, item in window(items):
         builder.read(kind, path, item)
     builder.end_turn()
@@ -174,10 +169,11 @@ def decode(items: Sequence[LocatedItem], toolset: ToolSet, asked: list[Asked]) -
 
 
 class _MessageBuilder:
-    def __init__(self, toolset: ToolSet, asked: list[Asked]) -> None:
+    def __init__(self, toolset: ToolSet, asked: list[Asked], history: mcp.McpHistory) -> None:
         self.messages: list[Message] = []
         self._toolset = toolset
         self._asked = asked
+        self._history = history
         self._reasoning_parts: list[Reasoning] = []
         self._text_parts: tuple[Part, ...] = ()
         self._calls: list[ToolCall] = []
@@ -193,8 +189,8 @@ class _MessageBuilder:
             self.end_turn()
             sealed = compaction_items.open_item(path, item)
             self.messages = list(compact_messages(self.messages, sealed.summary, sealed.kept, sealed.pending))
-        elif kind == "mcp_call":
-            self._mcp_call(json_body.convert(item, McpCall, path))
+        elif kind in mcp.KINDS:
+            self._mcp(kind, path, item)
         elif kind in OUTPUTS:
             self._output(kind, path, json_body.convert(item, OutputItem, path))
         elif kind not in WITHOUT_CONTENT:
@@ -245,11 +241,12 @@ class _MessageBuilder:
         function = self._toolset.function_name(kind, name, item.namespace)
         self._calls.append(ToolCall(item.call_id or item.id or "", function, decode_arguments(kind, item)))
 
-    def _mcp_call(self, item: McpCall) -> None:
-        self._calls.append(ToolCall(item.id, item.name, item.arguments or "{}"))
-        failed = item.error is not None
-        output = to_text(item.error) if failed else item.output or ""
-        self._add("tool", (ToolResult(item.id, (Text(output),), failed),))
+    def _mcp(self, kind: str, path: str, item: dict[str, Any]) -> None:
+        found = self._history.decode(kind, path, item, self._asked)
+        if found is not None:
+            call, result = found
+            self._calls.append(call)
+            self._add("tool", (result,))
 
     def _output(self, kind: str, path: str, item: OutputItem) -> None:
         call_id = item.call_id or (item.id if kind in CALL_ID_IN_ID else None)

@@ -10,10 +10,11 @@ from dragoman.core.events import (
     TokenLogprob,
     ToolCallDelta,
     ToolCallStart,
+    ToolOutput,
     Usage,
 )
 from dragoman.core.reply import Choice
-from dragoman.core.request import Reasoning, Text, ToolCall
+from dragoman.core.request import Reasoning, Text, ToolCall, ToolResult
 
 
 def reply_events(choice: Choice, usage: Usage) -> Iterator[Event]:
@@ -22,6 +23,7 @@ def reply_events(choice: Choice, usage: Usage) -> Iterator[Event]:
     logprobs = choice.logprobs
     if not texts:
         yield TextDelta("", logprobs=logprobs)
+    yield from choice.listings
     for part in choice.parts:
         if isinstance(part, Text):
             count = len(logprobs) if part is texts[-1] else _count_tokens(part.text, logprobs)
@@ -30,8 +32,11 @@ def reply_events(choice: Choice, usage: Usage) -> Iterator[Event]:
         elif isinstance(part, Reasoning):
             yield ReasoningDelta(part.text, signature=part.signature)
         elif isinstance(part, ToolCall):
-            yield ToolCallStart(part.id, part.name)
+            yield ToolCallStart(part.id, part.name, part.server, part.approval, part.needs_approval)
             yield ToolCallDelta(part.arguments)
+        elif isinstance(part, ToolResult):
+            text = "".join([inner.text for inner in part.content if isinstance(inner, Text)])
+            yield ToolOutput(part.call_id, text, part.is_error, part.code)
     yield Finished(choice.reason, usage=usage)
 
 

@@ -25,7 +25,7 @@ from dragoman.core.request import (
     Text,
 )
 from dragoman.protocols import json_body, openai, thinking
-from dragoman.protocols.responses import compaction_items, items, tools
+from dragoman.protocols.responses import compaction_items, items, mcp, tools
 from dragoman.protocols.responses.calls import ClientTool
 from dragoman.protocols.responses.tools import ToolChoiceField
 
@@ -169,6 +169,10 @@ def _check_supported(fields: ResponseFields) -> None:
     if fields.conversation is not None and fields.previous_response_id is not None:
         message = "conversation: cannot be combined with previous_response_id; send one of them"
         raise BadRequest(message, param="conversation")
+    secret = mcp.find_secret_field(fields.tools or ()) if fields.background else None
+    if secret is not None:
+        message = f"{secret}: a background request is stored, so it must not contain credentials; "
+        raise BadRequest(f"{message}name a server of the configuration instead", param=secret)
     if fields.prompt is not None:
         raise NotSupported("prompt: stored prompts are not supported; send the text as instructions", param="prompt")
     if fields.n is not None and fields.n > 1:
@@ -207,7 +211,8 @@ def decode(
     toolset = tools.decode(fields.tools or (), items.tools_of(located), asked)
     choice, left = tools.choose(fields.tool_choice, fields.parallel_tool_calls is not False, toolset, asked)
     system = (Message("system", (Text(fields.instructions),)),) if fields.instructions else ()
-    messages = (*system, *items.decode(located, toolset, asked))
+    history = mcp.McpHistory(located)
+    messages = (*system, *items.decode(located, toolset, asked, history))
     if not messages and parsed_request.generates:
         raise _empty_input(asked)
     edits = compaction_items.decode_setting(fields.context_management or (), asked)
@@ -224,8 +229,11 @@ def decode(
         **openai.decode_common(fields),
         messages=messages,
         edits=edits,
-        tools=left,
+        tools=left.tools,
         tool_choice=choice,
+        tool_servers=history.with_listings(left.servers),
+        approved_calls=history.check_approved(toolset.servers),
+        max_tool_calls=fields.max_tool_calls,
         constraint=_constraint((fields.text or TextField()).format, asked),
         thinking=thinking.resolve({"reasoning": {"effort": fields.reasoning and fields.reasoning.effort}}, asked),
         max_tokens=fields.max_output_tokens,
@@ -362,6 +370,8 @@ def _echoed_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tool as it was sent, with the fields that a tool of its type always has."""
     if tool.get("type") == "function":
         return {"description": None, "parameters": None, **tool, "strict": bool(tool.get("strict"))}
+    if tool.get("type") == tools.MCP:
+        return mcp.echoed_tool(tool)
     if tool.get("type") == "namespace":
         return {**tool, "description": tool.get("description") or "", "tools": list(tool.get("tools") or ())}
     return dict(tool)

@@ -18,6 +18,7 @@ The end of the connection ends the front end. `id` is the id of a request, as in
     start_background                            as `start` of the background responses
     add_file, find_file                         as those of the stored files
     add_batch, find_batch                       as those of the batches
+    list_tools, call_tool                       as those of the tool servers
 """
 
 from typing import Any, Literal
@@ -26,6 +27,8 @@ import msgspec
 
 from dragoman.config.settings import Settings
 from dragoman.core.reply import RateLimitState
+from dragoman.core.request import ToolCall
+from dragoman.core.tool_servers import ToolServer
 from dragoman.ipc.messages import (
     Call,
     Cancel,
@@ -169,6 +172,8 @@ ARGUMENTS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "find_file": msgspec.msgpack.Decoder(tuple[str, str]),
     "add_batch": msgspec.msgpack.Decoder(tuple[NewBatch]),
     "find_batch": msgspec.msgpack.Decoder(tuple[str, Api, str]),
+    "list_tools": msgspec.msgpack.Decoder(tuple[str, tuple[ToolServer, ...], tuple[str, ...]]),
+    "call_tool": msgspec.msgpack.Decoder(tuple[str, ToolServer, ToolCall]),
 }
 """The methods of the parent that a request can call, with the types of their arguments."""
 

@@ -35,6 +35,8 @@ from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LeaseInfo, LeaseRequest, ModelLease
 from dragoman.server.request_timer import stall_error
 from dragoman.server.telemetry.meter import Meter
+from dragoman.server.tool_rounds import ToolRounds
+from dragoman.server.tool_session import ToolSession
 
 log = logging.getLogger("dragoman.prompts")
 log_server = logging.getLogger("dragoman.server")
@@ -85,6 +87,10 @@ class _Generation:
         self._decoded = decoded
         self._format = reply_format
         self._store = store
+        self._tools: ToolSession | None = None
+        if decoded.tool_servers:
+            record = exchange.record
+            self._tools = ToolSession(app.tool_servers, decoded, record.id, record.principal)
 
     async def send_whole(self) -> None:
         request = await self._run(self._decoded)
@@ -139,14 +145,16 @@ class _Generation:
                 self._response.is_streaming = self._format.stream_type == EVENT_STREAM
             else:
                 self._builder = ReplyBuilder()
+            if self._tools is not None:
+                await self._tools.prepare()
+                request = self._tools.complete(request)
             engine = await lease.start()
             record.queue_us = lease.queue_us
             timer.expect(limits.stall_seconds, stall_error)
             edited = await self._edit(engine, lease, request, info) if request.edits else request
-            if edited is not None:
-                await self._generate(engine, lease, edited, self._receive, exchange.weight)
+            waited = 0.0 if edited is None else await self._generate_reply(engine, lease, edited)
             first_event = timer.started + (record.first_event_us or 0) / 1e6
-            lease.note_speed(record.completion_tokens, timer.last_progress - first_event)
+            lease.note_speed(record.completion_tokens, timer.last_progress - first_event - waited)
             return request
         except DragomanError as error:
             has_fallback = bool(lease.fallbacks) and not is_fallback and error.status in FALLBACK_STATUSES
@@ -157,22 +165,36 @@ class _Generation:
             lease.close()
         return await self._run_fallbacks(lease, failure)
 
-    async def _generate(
-        self, engine: Engine, lease: ModelLease, request: GenerationRequest, receive: OnEvents, weight: int
+    async def _generate_reply(self, engine: Engine, lease: ModelLease, request: GenerationRequest) -> float:
+        """Generate the reply. Returns the seconds in which the model waited for tools."""
+        generate_once = partial(self._generate_once, engine, lease, self._exchange.weight)
+        if self._tools is None:
+            await self._run_hooks(request, self._receive, partial(generate_once, request))
+            return 0.0
+        max_rounds = self._app.settings.mcp.rounds
+        rounds = ToolRounds(self._tools, max_rounds, generate_once, lease.slots, self._timer, self._measure)
+        await self._run_hooks(request, self._deliver, partial(rounds.run, request))
+        return rounds.waited
+
+    async def _run_hooks(
+        self, request: GenerationRequest, receive: OnEvents, run: Callable[[OnEvents], Coroutine[None, None, None]]
     ) -> None:
-        """Run one generation of the request: that of the reply, or of a summary. `weight` is the size of its prompt."""
-        app, exchange = self._app, self._exchange
-        metrics, prompt_tokens = app.telemetry.metrics, partial(estimate_prompt_tokens, request, weight)
+        hooks = self._app.hooks
+        await (run(receive) if hooks is None else hooks.run(request, receive, run))
+
+    def _generate_once(
+        self, engine: Engine, lease: ModelLease, weight: int, request: GenerationRequest, on_events: OnEvents
+    ) -> Coroutine[None, None, None]:
+        """Generate once, with a meter of its own: the reply, a round of it, or a summary. `weight` is the size of the
+        prompt."""
+        exchange = self._exchange
+        metrics, prompt_tokens = self._app.telemetry.metrics, partial(estimate_prompt_tokens, request, weight)
         if exchange.meter is not None:
             exchange.meter.close()
         exchange.meter = Meter(
             exchange.record, metrics.for_model(lease.label or request.model), self._timer.started, prompt_tokens
         )
-
-        def run(on_events: OnEvents) -> Coroutine[None, None, None]:
-            return generate(engine, request, lease.slots, on_events, self._timer.note_running)
-
-        await (run(receive) if app.hooks is None else app.hooks.run(request, receive, run))
+        return generate(engine, request, lease.slots, on_events, self._timer.note_running)
 
     async def _edit(
         self, engine: Engine, lease: ModelLease, request: GenerationRequest, info: LeaseInfo
@@ -181,10 +203,11 @@ class _Generation:
 
         async def write_summary(summary: GenerationRequest, on_events: OnEvents) -> None:
             def receive(choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
-                self._note(choice, events)
+                self._measure(choice, events)
                 return on_events(choice, events)
 
-            await self._generate(engine, lease, summary, receive, len(summary.messages[0].text))
+            weight = len(summary.messages[0].text)
+            await self._run_hooks(summary, receive, partial(self._generate_once, engine, lease, weight, summary))
 
         sampling = Sampling() if info.sampling is None else info.sampling.fill(Sampling())
         options = self._app.settings.compaction.options(sampling)
@@ -212,11 +235,6 @@ class _Generation:
         record.model = lease.label
         raise failure
 
-    def _note(self, choice: int, events: Sequence[Event]) -> None:
-        self._timer.note_progress()
-        assert self._exchange.meter is not None
-        self._exchange.meter.note(choice, events, self._timer.last_progress)
-
     def _receive_context(self, event: ContextEvent) -> Awaitable[None] | None:
         if isinstance(event, ContextEdited):
             self._edited = event
@@ -228,8 +246,17 @@ class _Generation:
         return self._write(cast("ContextEncoder", self._encoder).feed_context(event))
 
     def _receive(self, choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
+        self._measure(choice, events)
+        return self._deliver(choice, events)
+
+    def _measure(self, choice: int, events: Sequence[Event]) -> None:
+        timer, meter = self._timer, self._exchange.meter
+        timer.note_progress()
+        assert meter is not None
+        meter.note(choice, events, timer.last_progress)
+
+    def _deliver(self, choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
         exchange, response = self._exchange, self._response
-        self._note(choice, events)
         first, last = events[0], events[-1]
         if type(first) is Started and first.ignored:
             ignore(self._app, exchange, first.ignored)
