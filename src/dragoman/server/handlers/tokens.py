@@ -49,10 +49,11 @@ async def messages_count(app: App, exchange: HttpExchange) -> None:
     async with _engine(app, exchange, decoded.model, decoded.asked, decoded.extra) as (engine, info):
         request = _complete(decoded, exchange, info)
         tokens = await _count(app, exchange, engine, request)
-        if not request.edits:
+        if not decoded.edits:
             await exchange.response.send_json(messages.encode_count(tokens))
             return
-        edited, applied = await clear_context(request, TokenCounter(engine, info.model))
+        long = msgspec.structs.replace(request, edits=decoded.edits)
+        edited, applied = await clear_context(long, TokenCounter(engine, info.model))
         remaining = await _count(app, exchange, engine, edited) if applied else tokens
     await exchange.response.send_json(messages.encode_count(remaining, tokens))
 
@@ -75,7 +76,7 @@ async def _count(app: App, exchange: HttpExchange, engine: Engine, request: Gene
 
 
 def _complete(decoded: GenerationRequest, exchange: HttpExchange, info: LeaseInfo) -> GenerationRequest:
-    return msgspec.structs.replace(decoded, **http_fields(exchange, decoded, info), model=info.model)
+    return msgspec.structs.replace(decoded, **http_fields(exchange, decoded, info), model=info.model, edits=())
 
 
 async def tokenize(app: App, exchange: HttpExchange) -> None:
