@@ -78,6 +78,11 @@ VERDICTS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "an error instead of a text": ({"said": "this fails"}, "failed", ["status"]),
     "the same error": ({"said": "this fails", "status": 429, "reply": ERROR}, "same", []),
     "a text instead of an error": ({"status": 429, "reply": ERROR}, "differs", ["status"]),
+    "a sampled compaction": (
+        {"path": "/v1/responses/compact", "request": {"model": "new", "input": "a"}, "reply": {"output": []}},
+        "similar",
+        ["body"],
+    ),
     "the vectors of a model": (
         {"path": "/v1/embeddings", "request": {"model": "new", "input": "a"}, "reply": {"data": []}},
         "differs",
@@ -265,7 +270,7 @@ def test_script_leaves_out_what_cannot_be_scripted(tmp_path: Path, capsys: pytes
     assert captured.out.startswith(f"# 1 of 8 exchanges of {file}\n")
     assert sorted(captured.err.splitlines()) == [
         "left out 1: 'a name' cannot be the name of a model",
-        "left out 1: /v1/embeddings generates no text",
+        "left out 1: /v1/embeddings cannot be scripted",
         "left out 1: the beginning of the conversation is not recorded",
         "left out 1: the client left",
         "left out 1: the recorded body is incomplete",

@@ -24,7 +24,13 @@ import numpy as np
 from dragoman.recordings.outcome import CallOutcome, ChoiceOutcome, ReplayOutcome
 
 Verdict = Literal["same", "similar", "differs", "failed"]
-VOLATILE = frozenset({"id", "created"})
+VOLATILE = frozenset({"id", "created", "created_at"})
+NOT_SAMPLED = frozenset(
+    {
+        *("/v1/embeddings", "/v1/rerank", "/v1/messages/count_tokens"),
+        *("/v1/chat/completions/input_tokens", "/v1/responses/input_tokens"),
+    }
+)
 TOLERANCE = 1e-3
 MAX_COMPARED = 20_000
 """Characters of which the similarity is computed: its cost is quadratic."""
@@ -43,9 +49,10 @@ class Comparison(msgspec.Struct, frozen=True):
     """Set for replies that are similar."""
 
 
-def is_repeatable(request: Mapping[str, Any]) -> bool:
-    """Whether a model should give the same reply again."""
-    return request.get("temperature") == 0 or request.get("top_k") == 1 or request.get("seed") is not None
+def is_repeatable(path: str, request: Mapping[str, Any]) -> bool:
+    """Whether the server should give the same reply again."""
+    is_greedy = request.get("temperature") == 0 or request.get("top_k") == 1
+    return path in NOT_SAMPLED or is_greedy or request.get("seed") is not None
 
 
 def compare(recorded: ReplayOutcome, now: ReplayOutcome, is_exact: bool) -> Comparison:
@@ -54,14 +61,15 @@ def compare(recorded: ReplayOutcome, now: ReplayOutcome, is_exact: bool) -> Comp
     if not recorded.is_complete:
         differences = tuple(_compare_ends(recorded, now))
         return Comparison("differs" if differences else "same", differences)
-    if not recorded.choices:
-        same = _is_close(recorded.body, now.body)
-        body = Difference("body", _json(recorded.body), _json(now.body))
-        return Comparison("same") if same else Comparison("differs", (body,))
-    differences = tuple(_compare_choices(recorded, now))
+    differences = tuple(_compare_choices(recorded, now) if recorded.choices else _compare_bodies(recorded, now))
     if not differences or is_exact:
         return Comparison("differs" if differences else "same", differences)
     return Comparison("similar", differences, _similarity(_transcript(recorded), _transcript(now)))
+
+
+def _compare_bodies(recorded: ReplayOutcome, now: ReplayOutcome) -> Iterator[Difference]:
+    if not _is_close(recorded.body, now.body):
+        yield Difference("body", _json(recorded.body), _json(now.body))
 
 
 def _compare_ends(recorded: ReplayOutcome, now: ReplayOutcome) -> Iterator[Difference]:
@@ -98,6 +106,8 @@ def describe_calls(calls: tuple[CallOutcome, ...]) -> str:
 
 
 def _transcript(outcome: ReplayOutcome) -> str:
+    if not outcome.choices:
+        return _json(outcome.body)
     return "\n".join(
         text for choice in outcome.choices for text in (choice.reasoning, choice.text, describe_calls(choice.calls))
     )

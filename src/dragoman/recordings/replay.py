@@ -82,7 +82,7 @@ class Replayer:
             skipped: Future[Replayed] = Future()
             skipped.set_result(msgspec.structs.replace(entry, skipped=reason))
             return skipped
-        if exchange.path != RESPONSES:
+        if not exchange.path.startswith(RESPONSES):
             return pool.submit(self._replay, entry, exchange, body, [], None)
         earlier = [self._new_ids[name] for name in _references(body) if name in self._new_ids]
         new_ids: Future[NewIds] = Future()
@@ -120,7 +120,7 @@ class Replayer:
         recorded = read_outcome(
             exchange.path, exchange.body, exchange.status, recorded_pieces(exchange), exchange.duration
         )
-        is_exact = self._is_exact or is_repeatable(body)
+        is_exact = self._is_exact or is_repeatable(exchange.path, body)
         comparison = compare(recorded, now, is_exact)
         return msgspec.structs.replace(entry, is_exact=is_exact, comparison=comparison, recorded=recorded, now=now)
 

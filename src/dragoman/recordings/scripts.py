@@ -106,7 +106,7 @@ class ScriptBuilder:
 
     def _find_reason(self, exchange: RecordedExchange) -> str | None:
         if exchange.path != "/v1/responses" and exchange.path not in DECODERS:
-            return f"{exchange.path} generates no text"
+            return f"{exchange.path} cannot be scripted"
         if exchange.disconnected:
             return "the client left"
         if exchange.cut:
