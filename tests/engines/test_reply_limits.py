@@ -45,6 +45,19 @@ def test_closing_tag_matches_the_opening_tag(opened: Tags) -> None:
     assert begun.closing_tokens == [PAIRS.index(opened)]
 
 
+@given(st.text(max_size=20), st.sampled_from(PAIRS), st.sampled_from([None, *PAIRS]))
+def test_text_before_the_reply_takes_nothing_from_the_budget(text: str, tags: Tags, opened: Tags | None) -> None:
+    tracker = budget(3, opened)
+    tracker.skip(f"{text}{tags.close}{text}")
+    assert (tracker.tokens_left, tracker.open_tags) == (3, None)
+    tracker.skip(f"{text}{tags.open}{text}")
+    assert (tracker.tokens_left, tracker.open_tags) == (3, tags)
+    for _ in range(3):
+        assert not tracker.closing_tokens
+        tracker.add_token(" hm")
+    assert tracker.closing_tokens
+
+
 async def test_engine_closes_reasoning_opened_by_the_prompt(engine: LlamaEngine) -> None:
     request_builder, model = builder_of(engine), model_of(engine)
     request_builder.format = FORMATS["kimi"]

@@ -267,6 +267,31 @@ def test_fields_missing_in_a_protocol_are_reported(server: BadServer) -> None:
     assert set(response.headers["x-dragoman-ignored"].split(", ")) == {"min_p", "logprobs"}
 
 
+OPEN: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hel"}],
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+}
+
+
+def test_continued_message_is_passed_on(server: BadServer) -> None:
+    server.play(HELLO)
+    response = ask(upstream_app(server.url), **OPEN)
+    assert OPEN.items() <= sent(server)[-1].items()
+    assert "x-dragoman-ignored" not in response.headers
+    server.play(answer(MESSAGE), path="/v1/messages")
+    response = ask(upstream_app(server.url, protocol="messages"), **OPEN)
+    assert sent(server, "/v1/messages")[-1]["messages"][-1]["role"] == "assistant"
+    assert "x-dragoman-ignored" not in response.headers
+
+
+def test_continued_message_that_the_server_rejects_is_reported(server: BadServer) -> None:
+    server.play(refused("400 Bad", "Unrecognized request argument supplied: continue_final_message"), HELLO)
+    responses = ask_all(upstream_app(server.url), [OPEN] * 2)
+    assert [response.headers["x-dragoman-ignored"] for response in responses] == ["continue_final_message"] * 2
+    assert ["continue_final_message" in body for body in sent(server)] == [True, False, False]
+
+
 def test_labels_are_passed_on(server: BadServer) -> None:
     server.play(HELLO)
     response = ask(upstream_app(server.url), metadata={"a": "b"}, **LABELS)

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dragoman.core.engine import stream_events
@@ -28,8 +29,10 @@ from dragoman.core.request import (
     GenerationRequest,
     JsonSchema,
     Logprobs,
+    Message,
     OneOf,
     Sampling,
+    Text,
     Thinking,
     Tool,
     ToolChoice,
@@ -86,6 +89,19 @@ async def test_control_token_in_message_is_text(engine: WorkerEngine) -> None:
     assert rendered.tokens.count(IM_END) == 1
     assert await engine.tokenize("<|im_end|>", True) == (IM_END,)
     assert await engine.detokenize(await engine.tokenize("a<|im_end|>", False)) == "a<|im_end|>"
+
+
+async def test_last_message_is_continued(engine: WorkerEngine) -> None:
+    messages = (Message("user", (Text("Hi"),)), Message("assistant", (Text("Good mor"),)))
+    request = GenerationRequest(id="1", messages=messages, continues_last=True)
+    closed = msgspec.structs.replace(request, continues_last=False)
+    shown = await engine.render(request)
+    assert shown.text.endswith("<|im_start|>assistant\nGood mor")
+    reply = await collect(engine, request)
+    assert reply.started.prompt_tokens == len(shown.tokens) < len((await engine.render(closed)).tokens)
+    constrained = msgspec.structs.replace(request, constraint=OneOf(("Good morning",)))
+    with pytest.raises(NotSupported, match=r"messages\[1\]: .* cannot continue a message together with constraint"):
+        await collect(engine, constrained)
 
 
 async def test_max_tokens_stop_tokens_and_context_limit() -> None:

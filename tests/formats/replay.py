@@ -39,9 +39,10 @@ def play(
     reason: FinishReason = "stop",
     parallel: bool = True,
     shaped: bool = False,
+    prefill: str = "",
 ) -> list[Event]:
-    """Return the events for these pieces, each of which is one token."""
-    stage = SplitStage(FORMATS[name], tools, parallel=parallel, shaped=shaped)
+    """Return the events for these pieces, each of which is one token, after the prefill."""
+    stage = SplitStage(FORMATS[name], tools, parallel=parallel, shaped=shaped, prefill=(prefill, "messages[1]"))
     return run([Started(thinking=thinking), *map(TextDelta, pieces), Finished(reason)], stage)
 
 

@@ -11,7 +11,7 @@ from dragoman.core.request import GenerationRequest
 from dragoman.formats import FORMATS
 from dragoman.formats.syntax import ModelFormat
 from dragoman.grammar.masks import GrammarCache, build_tokenizer
-from dragoman.grammar.reply_grammar import GrammarModel, build_reply_grammar
+from dragoman.grammar.reply_grammar import Beginning, GrammarModel, build_reply_grammar
 
 END = 256
 FIRST_MARKER = 257
@@ -57,10 +57,16 @@ class Reply(Matcher):
     """Matches replies to a request with these fields."""
 
     def __init__(
-        self, kind: str, *, opened: bool = False, control: bool = False, thinks: bool = False, **fields: Any
+        self,
+        kind: str,
+        *,
+        begins: Beginning = "reply",
+        control: bool = False,
+        thinks: bool = False,
+        **fields: Any,
     ) -> None:
         model = grammar_model(FORMATS[kind], control=control, thinks=thinks)
-        built = build_reply_grammar(GenerationRequest(**fields), model, opened=opened)
+        built = build_reply_grammar(GenerationRequest(**fields), model, begins=begins)
         assert built is not None
         super().__init__(built.grammar, sorted(FORMATS[kind].markers) if control else ())
         self.param, self.relaxed, self.checks = built.param, built.relaxed, built.checks

@@ -47,7 +47,7 @@ async def constrain(
 ) -> CompiledConstraint:
     asked = (Asked(Feature.CONSTRAINT, "response_format"),)
     request = GenerationRequest(**{"constraint": constraint, "asked": asked, **fields})
-    found = await constraints.constrain(request, thinks=False, opened=False)
+    found = await constraints.constrain(request, thinks=False, begins="reply")
     assert found is not None
     return found
 

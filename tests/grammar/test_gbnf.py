@@ -186,7 +186,7 @@ def test_form_decides_about_the_syntax() -> None:
     assert not gbnf.is_gbnf('start: "a::=b" | other\nother: /x/')
     for text in ('root ::= "a" "b"', 'start: "a" "b"'):
         reply = build_reply_grammar(
-            GenerationRequest(prompts=("x",), constraint=Grammar(text)), grammar_model(FORMATS["plain"]), opened=False
+            GenerationRequest(prompts=("x",), constraint=Grammar(text)), grammar_model(FORMATS["plain"]), begins="reply"
         )
         assert reply is not None
         reader = Matcher(reply.grammar).matcher

@@ -151,11 +151,24 @@ def test_reasoning_before_constrained_answer(kind: str, control: bool) -> None:
     answer = '{"name": "Ann", "age": 7}'
     assert found.accepts(f"{begin}\nI think {{.\n{end}\n\n{answer}".replace(f"{end}\n\n", end))
     assert not found.accepts(f"{begin}I think.{end}Ann")
+    start = reply(kind, control=control, begins="thought", tools=(), constraint=PERSON)
+    assert start.accepts(f"I think.{end}\n\n{answer}".replace(f"{end}\n\n", end))
+    assert not start.accepts(answer)
     if kind != "harmony":
         assert found.accepts(answer)
-        start = reply(kind, control=control, opened=True, tools=(), constraint=PERSON)
-        assert start.accepts(f"I think.{end}\n\n{answer}")
-        assert not start.accepts(answer)
+    # The prompt ends inside the answer, after its header if the format has one.
+    inside = reply(kind, control=control, begins="answer", tools=(), constraint=PERSON)
+    assert inside.accepts(answer)
+    assert not inside.accepts("Ann")
+
+
+def test_reply_that_continues_text_on_a_channel() -> None:
+    free = reply("harmony", begins="answer")
+    assert free.accepts("Good morning")
+    forced = reply("harmony", begins="answer", tool_choice=ToolChoice("required"))
+    call = "<|channel|>commentary to=functions.get_time<|constrain|>json<|message|>{}"
+    assert not forced.accepts("Good morning")
+    assert forced.follows(f"Good morning<|end|><|start|>assistant{call}") > len("Good morning<|end|>")
 
 
 def test_no_reasoning_for_models_without_it() -> None:
@@ -206,8 +219,10 @@ def test_whitespace_is_bounded() -> None:
 
 
 def test_unconstrained_request_has_no_grammar() -> None:
-    assert build_reply_grammar(GenerationRequest(), grammar_model(FORMATS["hermes"]), opened=False) is None
-    assert build_reply_grammar(GenerationRequest(tools=(TIME,)), grammar_model(FORMATS["plain"]), opened=False) is None
+    assert build_reply_grammar(GenerationRequest(), grammar_model(FORMATS["hermes"]), begins="reply") is None
+    assert (
+        build_reply_grammar(GenerationRequest(tools=(TIME,)), grammar_model(FORMATS["plain"]), begins="reply") is None
+    )
 
 
 def test_relaxed_keywords_are_reported_with_paths() -> None:

@@ -230,6 +230,7 @@ def test_trailing_assistant_message_is_a_prefill() -> None:
     request = decode(messages=[HI, {"role": "assistant", "content": "The answer is ("}])
     assert request.messages[-1] == Message("assistant", (Text("The answer is ("),))
     assert asked(request) == [("prefill", "messages[1]")]
+    assert (request.prefill, request.prefill_path) == (Text("The answer is ("), "messages[1]")
 
 
 @pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])

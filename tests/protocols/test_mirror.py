@@ -179,6 +179,20 @@ def test_request_option(protocol: str, fields: dict[str, Any]) -> None:
     check_request(protocol, request, expected)
 
 
+@pytest.mark.parametrize("protocol", ["chat", "messages"])
+def test_last_message_is_continued(protocol: str) -> None:
+    last = Message("assistant", (Text("Good mor"),))
+    request = GenerationRequest(messages=(*REQUEST.messages, last), max_tokens=9, continues_last=True)
+    check_request(protocol, request)
+
+
+def test_last_message_is_continued_in_some_protocols_only() -> None:
+    last = Message("assistant", (Text("Good mor"),))
+    request = GenerationRequest(messages=(*REQUEST.messages, last), continues_last=True)
+    with pytest.raises(errors.UnsupportedParameter, match="prefill"):
+        ClientCall(CLIENTS["responses"], request, stream=False)
+
+
 @pytest.mark.parametrize("constraint", [JsonObject(), Regex("a+"), Grammar("start: 'a'"), OneOf(("a", "b"))])
 def test_constraints_of_chat(constraint: Constraint) -> None:
     request = msgspec.structs.replace(REQUEST, id="", constraint=constraint)

@@ -101,7 +101,7 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
     ({"messages": HELLO, "colour": "red"}, "colour"),
     ({"messages": HELLO, "add_special": True}, "add_special"),
     ({"content": "x", "add_generation_prompt": False}, "add_generation_prompt"),
-    ({"messages": HELLO, "continue_final_message": True}, "continue_final_message"),
+    ({"content": "x", "continue_final_message": True}, "continue_final_message"),
     ({"messages": HELLO, "documents": [{"text": "x"}]}, "documents"),
     ({"model": "own", "content": "x", "with_pieces": True}, "with_pieces"),
     ({"model": "own", "content": "x", "add_special": True}, "add_special"),

@@ -148,6 +148,10 @@ def streaming(random: Random, body: Body) -> None:
 
 def chat(random: Random) -> Body:
     body: Body = {"messages": chat_messages(random)}
+    if random.random() < 0.06:
+        body["messages"].append({"role": "assistant", "content": words(random)})
+        maybe(random, body, 0.9, continue_final_message=lambda: True)
+        maybe(random, body, 0.4, add_generation_prompt=lambda: False, echo=lambda: True)
     body[random.choice(("max_tokens", "max_completion_tokens"))] = random.choice((1, 4, 16))
     streaming(random, body)
     sampling(random, body)
@@ -275,6 +279,8 @@ def message(random: Random) -> Body:
         made.append({"role": "user", "content": words(random)})
         made.append({"role": "assistant", "content": [use, output | {"content": texts}, *texts]})
     made.append({"role": "user", "content": words(random) if random.random() < 0.7 else message_blocks(random)})
+    if random.random() < 0.06:
+        made.append({"role": "assistant", "content": words(random).rstrip() or "x"})
     body: Body = {"messages": made, "max_tokens": random.choice((1, 4, 16))}
     maybe(
         random,

@@ -233,7 +233,7 @@ def case(seed: str, number: int) -> Any:
     return {
         "body": values.encoded(body).decode("utf-8", "replace"),
         "format": random.choice(NAMES),
-        "opened": random.random() < 0.2,
+        "begins": random.choices(("reply", "thought", "answer"), (8, 2, 1))[0],
         "walk": random.randrange(2**32),
     }
 
@@ -254,7 +254,7 @@ def _constraints(name: str) -> ConstraintCompiler:
 def check(value: Any) -> str:
     try:
         request = PROTOCOLS["chat"].decode(value["body"].encode())
-        work = _constraints(value["format"]).constrain(request, thinks=False, opened=value["opened"])
+        work = _constraints(value["format"]).constrain(request, thinks=False, begins=value["begins"])
         made = _runner().run(work)
     except BadRequest as error:
         _check_message(error)
@@ -264,7 +264,7 @@ def check(value: Any) -> str:
     written, outcome = _walk(made.guide, Random(value["walk"]))
     constraint = request.constraint
     # Other formats frame the answer.
-    is_plain = value["format"] == "plain" and not value["opened"]
+    is_plain = value["format"] == "plain" and value["begins"] == "reply"
     is_whole = outcome == "written" and not (request.tools or made.shape.relaxed)
     if is_plain and is_whole and isinstance(constraint, JsonSchema):
         _check_document(written, constraint.schema)

@@ -38,6 +38,8 @@ class Feature(StrEnum):
     STRICT_TOOLS = auto()
     CONSTRAINT = auto()
     THINKING = auto()
+    PREFILL = auto()
+    """Continue the last message, which is from the assistant."""
     TEMPLATE_OPTIONS = auto()
     SERVICE_TIER = auto()
     """Passed on to the server that runs the model."""
@@ -70,7 +72,6 @@ class Feature(StrEnum):
     CUSTOM_TOOLS = auto()
     FILES = auto()
     ITEMS = auto()
-    PREFILL = auto()
     SERVER_TOOLS = auto()
     STORE = auto()
     STRUCTURAL_TAG = auto()

@@ -252,6 +252,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """Variables for the chat template. The operator must allow them."""
     add_generation_prompt: bool = True
     """Whether a rendered chat ends with what the template puts before a reply. A chat that is answered always does."""
+    continues_last: bool = False
+    """Whether the reply continues the last message, which is from the assistant and ends with text or reasoning."""
     sampling: Sampling = Sampling()
     keep_seconds: float = 0
     """How long the prompt stays in the prefix cache, even if space is short."""
@@ -278,6 +280,24 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     def prompt(self) -> str | tuple[int, ...] | None:
         """The prompt of a completion; None in a chat."""
         return self.prompts[0] if self.prompts else None
+
+    @property
+    def prefill(self) -> Text | Reasoning | None:
+        """The text or the reasoning that the reply continues."""
+        if not self.continues_last or not self.messages:
+            return None
+        last = self.messages[-1]
+        parts = [part for part in last.parts if isinstance(part, Text | Reasoning) and part.text]
+        if not parts:
+            return None
+        return Text(last.text) if isinstance(parts[-1], Text) else Reasoning(last.reasoning)
+
+    @property
+    def prefill_path(self) -> str:
+        """The path of the message that the reply continues, in the request."""
+        path = f"messages[{len(self.messages) - 1}]"
+        params = (asked.param for asked in self.asked if asked.feature == Feature.PREFILL)
+        return next((param for param in params if param.startswith("messages[")), path)
 
     @property
     def last_user_text(self) -> str:

@@ -41,7 +41,7 @@ TOKEN_FEATURES = (
         Feature.COUNT_TOKENS,
         *(Feature.TOKEN_IDS, Feature.LOGPROBS, Feature.PROMPT_LOGPROBS, Feature.MAX_TOKENS, Feature.USAGE),
         *(Feature.STOP_TOKEN_IDS, Feature.IGNORE_EOS),
-        *(Feature.TOOLS, Feature.THINKING, Feature.DOCUMENTS, Feature.TEMPLATE_OPTIONS),
+        *(Feature.TOOLS, Feature.THINKING, Feature.PREFILL, Feature.DOCUMENTS, Feature.TEMPLATE_OPTIONS),
     }
 )
 """The features of every engine that generates tokens from tokens."""
@@ -89,7 +89,7 @@ class Vocabulary(Protocol):
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
-    """A prompt as tokens. `opener` is the opening tag if the prompt ends inside reasoning."""
+    """A prompt as tokens. `opener` is as in `Prompt`."""
 
     tokens: tuple[int, ...]
     opener: str | None = None
@@ -165,9 +165,12 @@ class PromptReader:
             return None
         # An unknown channel ends with the closing tag of the last pair.
         opened = None if opener is None else next((tags for tags in known if tags.open == opener), known[-1])
-        return ThinkingBudget(
+        budget = ThinkingBudget(
             tokens, known, lambda tags: self.model.tokenize(reasoning_end(self.format, tags), special=True), opened
         )
+        if request.prefill is not None:
+            budget.skip(request.prefill.text)
+        return budget
 
     def tokenize_inner_text(self, text: str) -> list[int]:
         """Tokenize text from the middle of a reply. Some vocabularies prepend a space at the start of a text."""

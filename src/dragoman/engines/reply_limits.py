@@ -39,6 +39,13 @@ class ThinkingBudget:
             self._find_first([(pair.open, pair) for pair in self._tags])
         self._tail = self._tail[-self._max_tag_length :]
 
+    def skip(self, text: str) -> None:
+        """Process a text that the reply continues. It takes nothing from the budget."""
+        left = self.tokens_left
+        for character in text:
+            self.add_token(character)
+        self.tokens_left = left
+
     def mark_closed(self) -> None:
         """Record that the engine decodes the closing tokens."""
         self.open_tags, self._tail = None, ""

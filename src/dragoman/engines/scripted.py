@@ -1,7 +1,8 @@
 """An engine that plays scripted model output, for testing agents and for the tests of this project.
 
 `scripted_replies` says which reply a request gets. If none fits, the engine echoes the last user or tool message. Every
-`chunk` characters are one token. Faults happen at the N-th token of each reply.
+`chunk` characters are one token. Faults happen at the N-th token of each reply. If a request continues the beginning of
+the reply, the rest is played. Otherwise the whole reply follows the text.
 
 A script is raw model output in the syntax named by `format`, including reasoning and tool calls, or, with the format
 `plain`, the parts of the reply. Tools, schemas, images, suffixes and token ids are accepted and ignored. A thinking
@@ -40,12 +41,13 @@ from dragoman.core.events import (
     notify,
 )
 from dragoman.core.features import Feature
-from dragoman.core.request import GenerationRequest, Thinking, ToolCall
+from dragoman.core.request import GenerationRequest, Reasoning, Text, Thinking, ToolCall
 from dragoman.core.types import Count, SecondsOrZero
 from dragoman.engines.scripted_replies import (
     Number,
     Script,
     ScriptedReply,
+    continue_parts,
     reply_parts,
     split_tokens,
 )
@@ -56,7 +58,7 @@ from dragoman.pipeline.split import starts_inside_reasoning
 FEATURES = frozenset(
     {
         *(Feature.CHAT, Feature.COMPLETION, Feature.TOKEN_PROMPT, Feature.INFILL, Feature.IMAGES, Feature.EMBEDDINGS),
-        *(Feature.COUNT_TOKENS, Feature.MAX_TOKENS, Feature.USAGE),
+        *(Feature.COUNT_TOKENS, Feature.MAX_TOKENS, Feature.USAGE, Feature.PREFILL),
         *(Feature.TOOLS, Feature.STRICT_TOOLS, Feature.CONSTRAINT, Feature.THINKING),
     }
 )
@@ -178,11 +180,12 @@ class ScriptedEngine(Engine):
         chunk, output = self.options.chunk, reply.output or ""
         thinking = bool(request.messages) and starts_inside_reasoning(self.syntax, output)
         if reply.has_parts or reply.tokens is not None:
-            parts = reply_parts(reply, request)
+            parts = continue_parts(reply_parts(reply, request), request.prefill)
             tokens = split_tokens(parts, chunk, reply.tokens)
             has_calls = any(isinstance(part, ToolCall) for part in parts)
             return Play(len(tokens), lambda at, end: tuple(chain.from_iterable(tokens[at:end])), thinking, has_calls)
         output = self._apply_budget(output, thinking, request.thinking)
+        output, thinking = self._continue_script(output, thinking, request.prefill)
         size = -(-len(output) // chunk)
         if len(output) > MAX_CACHED_CHARACTERS:
             return Play(size, lambda at, end: _split_range(output, chunk, at, end), thinking)
@@ -217,6 +220,19 @@ class ScriptedEngine(Engine):
             return output
         closer = output.index(tags.close, opener)
         return output[: min(opener + budget * self.options.chunk, closer)] + output[closer:]
+
+    def _continue_script(self, output: str, thinking: bool, prefill: Text | Reasoning | None) -> tuple[str, bool]:
+        """Return what follows the prefill, and whether that begins with reasoning."""
+        if prefill is None:
+            return output, thinking
+        if isinstance(prefill, Reasoning):
+            opener = next((tags.open for tags in self.syntax.thoughts if output.startswith(tags.open)), "")
+            return output.removeprefix(opener).lstrip().removeprefix(prefill.text.lstrip()), True
+        closer = next((tags.close for tags in self.syntax.thoughts if tags.close in output), None)
+        if closer is not None and not output.startswith(prefill.text):
+            # The model has thought before it wrote the text.
+            output = output.partition(closer)[2].lstrip()
+        return output.removeprefix(prefill.text), False
 
     def count_tokens(self, request: GenerationRequest) -> int:
         size, prompt = self.options.chunk, request.prompt

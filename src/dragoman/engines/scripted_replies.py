@@ -175,6 +175,17 @@ def reply_parts(reply: ScriptedReply, request: GenerationRequest) -> list[Part]:
     return parts
 
 
+def continue_parts(parts: Sequence[Part], prefill: Text | Reasoning | None) -> list[Part]:
+    """What follows the prefill. Nothing before its part is played again."""
+    rest = list(parts)
+    if isinstance(prefill, Text):
+        rest = [part for part in rest if not isinstance(part, Reasoning)]
+    for at, part in enumerate(rest):
+        if prefill is not None and type(part) is type(prefill):
+            rest[at] = type(prefill)(part.text.removeprefix(prefill.text))
+    return rest
+
+
 def split_tokens(parts: Sequence[Part], size: int, count: int | None) -> list[Token]:
     """Split the parts into tokens of `size` characters, or into `count` tokens of about the same size."""
     spans: list[tuple[int, Part, str]] = []

@@ -36,6 +36,7 @@ from dragoman.engines.prompt_reader import PromptReader, PromptTokens, Vocabular
 from dragoman.engines.reply_limits import RepeatedCallDetector, ThinkingBudget
 from dragoman.grammar.constraints import CompiledConstraint
 from dragoman.grammar.masks import Guide
+from dragoman.grammar.reply_grammar import Beginning
 from dragoman.grammar.schema_check import SchemaCheck, find_violations
 
 T = TypeVar("T")
@@ -121,6 +122,11 @@ class RequestBuilder(PromptReader, Generic[G]):
         self, request: GenerationRequest, prompt: PromptTokens, constrained: CompiledConstraint | None = None
     ) -> G:
         raise NotImplementedError
+
+    def grammar_beginning(self, request: GenerationRequest, opener: str | None) -> Beginning:
+        if opener is not None:
+            return "thought"
+        return "answer" if request.continues_last else "reply"
 
     def read_and_build(self, request: GenerationRequest) -> G:
         return self.build(request, self.read(request))

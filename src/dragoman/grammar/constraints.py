@@ -21,7 +21,7 @@ from dragoman.core.fair_semaphore import FairSemaphore
 from dragoman.core.request import GenerationRequest
 from dragoman.grammar.lru_cache import LruCache
 from dragoman.grammar.masks import GrammarCache, Guide, build_tokenizer
-from dragoman.grammar.reply_grammar import GrammarModel, ReplyGrammar, constraint_param
+from dragoman.grammar.reply_grammar import Beginning, GrammarModel, ReplyGrammar, constraint_param
 from dragoman.grammar.trial_client import TrialClient
 from dragoman.grammar.trial_server import CPU_SECONDS, MEMORY_BYTES, TrialJob, TrialModel, TrialOutcome
 
@@ -61,11 +61,12 @@ class ConstraintCompiler:
         self._semaphore = FairSemaphore(MAX_CONCURRENT, MAX_PER_CALLER)
         self._threads = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="dragoman-compile")
 
-    async def constrain(self, request: GenerationRequest, *, thinks: bool, opened: bool) -> CompiledConstraint | None:
-        """Return the compiled constraint of a request. None if the reply is unrestricted. `opened`: the prompt ends
-        inside reasoning."""
+    async def constrain(
+        self, request: GenerationRequest, *, thinks: bool, begins: Beginning
+    ) -> CompiledConstraint | None:
+        """Return the compiled constraint of a request. None if the reply is unrestricted."""
         param = constraint_param(request)
-        job = _encode_job(TrialJob.of(request, thinks=thinks, opened=opened), param)
+        job = _encode_job(TrialJob.of(request, thinks=thinks, begins=begins), param)
         result = self._results.get(job)
         if result is not None:
             if result.shape is None:
@@ -77,6 +78,10 @@ class ConstraintCompiler:
             # Another request with the same job may have been tried meanwhile.
             result = self._results.get(job) or await self._run_trial(job, param, request.principal)
             return None if result.shape is None else await self._compile(result.shape, result.memory)
+
+    def skip(self, guide: Guide, text: str) -> bool:
+        """Advance by a text that the reply continues. False if the text cannot begin the reply."""
+        return guide.skip(self.grammars.tokenizer.tokenize_str(text))
 
     async def close(self) -> None:
         await self.trials.close()

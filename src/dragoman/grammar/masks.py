@@ -151,6 +151,14 @@ class Guide:
         """Return how many of the tokens may follow, counted from the first."""
         return self.matcher.validate_tokens(list(tokens))
 
+    def skip(self, tokens: Sequence[int]) -> bool:
+        """Advance by several tokens, and compute the next mask. False if they may not follow."""
+        if not self.allows(tokens):
+            return False
+        self.matcher.consume_tokens(list(tokens))
+        self.compute_mask()
+        return True
+
     def advance(self, token: int) -> None:
         """Advance by one token. `compute_mask` must run before the next mask is used."""
         start = time.thread_time()

@@ -11,11 +11,12 @@ Rules
    format without calls uses bare JSON if a call is required.
 3. With a constraint and tools, the reply is one or the other. With tool_choice "none", it is text without calls.
 4. Reasoning comes first if the prompt has opened it or if the model may reason.
+5. If the reply continues a text, the grammar is that of the text and the reply together.
 """
 
 import json
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from llguidance import regex_to_lark
@@ -72,11 +73,15 @@ class GrammarModel(msgspec.Struct, frozen=True):
     thinks: bool = False
 
 
-def build_reply_grammar(request: GenerationRequest, model: GrammarModel, *, opened: bool) -> ReplyGrammar | None:
-    """Return the grammar of the reply, or None if it is unrestricted. `opened`: the prompt ends inside reasoning."""
+Beginning = Literal["reply", "thought", "answer"]
+"""Where the prompt ends: before the reply, inside reasoning, or inside the answer (in the channel of answers)."""
+
+
+def build_reply_grammar(request: GenerationRequest, model: GrammarModel, *, begins: Beginning) -> ReplyGrammar | None:
+    """Return the grammar of the reply, or None if it is unrestricted."""
     if request.constraint is None and not request.tools:
         return None
-    return _ReplyGrammarBuilder(request, model, opened).build()
+    return _ReplyGrammarBuilder(request, model, begins).build()
 
 
 def constraint_param(request: GenerationRequest) -> str:
@@ -87,7 +92,7 @@ def constraint_param(request: GenerationRequest) -> str:
 
 
 class _ReplyGrammarBuilder:
-    def __init__(self, request: GenerationRequest, model: GrammarModel, opened: bool) -> None:
+    def __init__(self, request: GenerationRequest, model: GrammarModel, begins: Beginning) -> None:
         self.request = request
         self.choice = request.tool_choice
         self.is_forced = self.choice.mode in ("required", "named")
@@ -96,7 +101,7 @@ class _ReplyGrammarBuilder:
         self.model = model
         self.format = model.format
         self.call_section = (self.format if self.format.calls else JSON).calls[0]
-        self.opened = opened
+        self.begins = begins
         control = {text: token for text, token in model.control.items() if token not in model.ends}
         self.rules = RuleSet(control, constraint_param(self.request))
         self.relaxed: list[str] = []
@@ -201,7 +206,7 @@ class _ReplyGrammarBuilder:
         known = reasoning_tags(self.format)
         if not known:
             return ""
-        if self.opened:
+        if self.begins == "thought":
             return f"{one_of([self.rules.until(tags.close) for tags in known])} {GAP}"
         if not self.model.thinks:
             return ""
@@ -213,12 +218,15 @@ class _ReplyGrammarBuilder:
         final = self.rules.literal(f"{channels.open}final{channels.message}")
         options = [] if answer is None else [f"{final} {answer}"]
         last = one_of([*options, *(self.calls.channel_call(channels, tool) for tool in self.calls.tools)])
+        if answer is not None and self.begins == "answer":
+            return answer
         if self.model.control.get(channels.ends[0]) in self.model.ends:
             return last
         again = self.rules.literal(f"{channels.start}assistant")
         text = self.rules.until(channels.ends[0])
         begin, message = self.rules.literal(channels.open), self.rules.literal(channels.message)
-        return f"({begin} /{names}/ {message} {text} {again}){times} {last}"
+        messages = f"({begin} /{names}/ {message} {text} {again}){times} {last}"
+        return messages if self.begins == "reply" else f"{text} {again} {messages}"
 
     def _free_reply(self) -> str | None:
         if self.format.channels is not None and self.format.channels.message:

@@ -40,7 +40,7 @@ from dragoman.core.errors import DragomanError
 from dragoman.core.features import Feature
 from dragoman.core.request import GenerationRequest, JsonObject
 from dragoman.grammar.masks import GrammarCache, build_tokenizer
-from dragoman.grammar.reply_grammar import GrammarModel, ReplyGrammar, build_reply_grammar
+from dragoman.grammar.reply_grammar import Beginning, GrammarModel, ReplyGrammar, build_reply_grammar
 
 LENGTH = struct.Struct("<I")
 COMMAND = struct.Struct("<cQ")
@@ -77,22 +77,21 @@ class TrialModel(msgspec.Struct, frozen=True):
 
 
 class TrialJob(msgspec.Struct, frozen=True, array_like=True):
-    """The parts of a request that determine its grammar: equal jobs have equal grammars. `opened`: the prompt ends
-    inside reasoning."""
+    """The parts of a request that determine its grammar: equal jobs have equal grammars."""
 
     request: GenerationRequest
     thinks: bool
-    opened: bool
+    begins: Beginning
 
     @classmethod
-    def of(cls, request: GenerationRequest, *, thinks: bool, opened: bool) -> "TrialJob":
+    def of(cls, request: GenerationRequest, *, thinks: bool, begins: Beginning) -> "TrialJob":
         bare = GenerationRequest(
             constraint=request.constraint,
             tools=tuple(msgspec.structs.replace(tool, description="") for tool in request.tools),
             tool_choice=request.tool_choice,
             asked=tuple(asked for asked in request.asked if asked.feature in (Feature.CONSTRAINT, Feature.TOOLS)),
         )
-        return cls(bare, thinks, opened)
+        return cls(bare, thinks, begins)
 
 
 class TrialOutcome(msgspec.Struct, frozen=True):
@@ -109,7 +108,7 @@ class TrialOutcome(msgspec.Struct, frozen=True):
 
 def run_trial(job: TrialJob, model: GrammarModel, tokenizer: LLTokenizer) -> TrialOutcome:
     """Build, compile and probe the grammar of one job. Raises DragomanError if the request is invalid."""
-    grammar = build_reply_grammar(job.request, msgspec.structs.replace(model, thinks=job.thinks), opened=job.opened)
+    grammar = build_reply_grammar(job.request, msgspec.structs.replace(model, thinks=job.thinks), begins=job.begins)
     if grammar is None:
         return TrialOutcome()
     before = resident_bytes()
@@ -137,7 +136,7 @@ class TrialServer:
         received: TrialModel = pickle.loads(receive(control))  # noqa: S301 (from the process that started this one)
         self._model, self._tokenizer = received.model, received.build_tokenizer()
         # The first trial is the slowest. It runs before the first fork.
-        warm_up = TrialJob(GenerationRequest(constraint=JsonObject()), thinks=False, opened=False)
+        warm_up = TrialJob(GenerationRequest(constraint=JsonObject()), thinks=False, begins="reply")
         run_trial(warm_up, self._model, self._tokenizer)
         gc.freeze()
         self._children: dict[int, int] = {}

@@ -91,7 +91,8 @@ def _read_header(sections: SectionReader, channels: Channels, match: MarkerMatch
     header = match.marker + "".join(words)
     if end.marker != channels.message:
         # Without a message, everything except the role and the channel's name is text.
-        sections.writer.write_text(_HEADER.sub("", header).strip())
+        consumed_after = len(header) - len(header.rstrip()) + len(end.text)
+        sections.writer.write_text(_HEADER.sub("", header).strip(), consumed_after)
         return sections.writer.write_text
     name = re.search(re.escape(channels.open) + r"\s*(\w+)", header)
     tool = re.search(re.escape(channels.recipient) + r"([\w.:/-]+)", header) if channels.recipient else None

@@ -6,6 +6,7 @@ Rules
    go where the token is counted.
 3. Log probabilities go only with the text and reasoning that they consist of.
 4. Two thoughts with nothing between them are joined with a blank line.
+5. Text and reasoning that begin before `hidden` are part of the prompt: the reply continues them.
 """
 
 import os
@@ -40,6 +41,8 @@ class SingleCallDone(Exception):
 
 class EventWriter:
     def __init__(self, buffer: TextBuffer, tools: Mapping[str, Tool], parallel: bool) -> None:
+        self.hidden = 0
+        """Number of characters at the beginning that cause no events."""
         self.has_text = False
         """Whether there has been visible text."""
         self.first_char = ""
@@ -72,10 +75,11 @@ class EventWriter:
         """Whether tokens wait for the next event."""
         return bool(self._tokens)
 
-    def write_text(self, text: str) -> None:
+    def write_text(self, text: str, consumed_after: int = 0) -> None:
+        """`consumed_after`: this many characters after the text are consumed already."""
         if text:
             self.track_text(text)
-            self._add("text", text)
+            self._add("text", self._visible_part(text, consumed_after))
 
     def track_text(self, text: str) -> None:
         """Update the state for visible text."""
@@ -103,12 +107,18 @@ class EventWriter:
     def begin_thought(self) -> None:
         self.has_thought = False
 
-    def write_thought(self, text: str) -> None:
+    def write_thought(self, text: str, consumed_after: int = 0) -> None:
         if text:
-            if self._last_is_thought and not self.has_thought:
+            shown = self._visible_part(text, consumed_after)
+            if self._last_is_thought and not self.has_thought and shown == text:
                 self._add("gap", BETWEEN_PARTS)
             self.has_thought = self._last_is_thought = True
-            self._add("thought", text)
+            self._add("thought", shown)
+
+    def _visible_part(self, text: str, consumed_after: int) -> str:
+        """Return the part of the last consumed text that is not hidden."""
+        begin = self._buffer.position - consumed_after - len(text)
+        return text[max(0, self.hidden - begin) :]
 
     def start_call(self, name: str) -> None:
         """Raises `MalformedCall` if a call of this tool is not allowed here."""
@@ -147,6 +157,8 @@ class EventWriter:
         return properties if isinstance(properties, Mapping) else {}
 
     def _add(self, kind: Kind, text: str) -> None:
+        if not text:
+            return
         position = self._buffer.position
         if self._pending and self._pending[-1][0] == kind != "start":
             last = self._pending[-1]

@@ -12,15 +12,16 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 import msgspec
 
 from dragoman.core.engine import Engine, call_engine, run_delivery
 from dragoman.core.errors import BadRequest, ContextTooLong, NotSupported, UnsupportedParameter, quote
-from dragoman.core.events import Event, Finished, Started, Usage
+from dragoman.core.events import Event, Finished, ReasoningDelta, Started, TextDelta, Usage
 from dragoman.core.features import Feature
-from dragoman.core.request import Asked, GenerationRequest, Logprobs
+from dragoman.core.request import Asked, GenerationRequest, Logprobs, Reasoning, Text
 from dragoman.formats import get_format
 from dragoman.formats.bare_json import JSON
 from dragoman.formats.syntax import PLAIN, ModelFormat
@@ -52,7 +53,7 @@ ESSENTIAL = frozenset(
 """Features that cannot be ignored: without them the reply would not answer the request."""
 
 
-STAGE_FEATURES = frozenset({Feature.MAX_TOKENS, Feature.USAGE})
+STAGE_FEATURES = frozenset({Feature.MAX_TOKENS, Feature.USAGE, Feature.PREFILL})
 """Features that determine which stages are needed."""
 
 
@@ -200,17 +201,29 @@ def _build_stages(engine: Engine, request: GenerationRequest) -> list[Stage]:
     if request.max_tokens is not None and Feature.MAX_TOKENS not in supports:
         stages.append(LimitStage(request.max_tokens))
     syntax = _reply_format(engine, request)
+    prefill = request.prefill if Feature.PREFILL in supports else None
     if syntax is not PLAIN:
         choice = request.tool_choice
         tools = () if choice.mode == "none" else request.tools
         shaped = request.constraint is not None
-        stages.append(SplitStage(syntax, tools, parallel=choice.parallel, shaped=shaped))
+        begun = ("", "") if prefill is None else (prefill.text, request.prefill_path)
+        stages.append(SplitStage(syntax, tools, parallel=choice.parallel, shaped=shaped, prefill=begun))
     # Stop strings must not cut a constrained reply.
     if request.stop and request.constraint is None:
         stages.append(StopStage(request.stop))
+    if prefill is not None and request.echo:
+        stages.append(partial(_echo_prefill, prefill))
     if stages or Feature.USAGE not in supports:
         stages.append(CountStage())
     return stages
+
+
+def _echo_prefill(prefill: Text | Reasoning, events: Sequence[Event]) -> Sequence[Event]:
+    """Add the text that the reply continues to its beginning."""
+    if not events or type(events[0]) is not Started:
+        return events
+    delta = TextDelta(prefill.text, 0) if isinstance(prefill, Text) else ReasoningDelta(prefill.text, 0)
+    return [events[0], delta, *events[1:]]
 
 
 def _reply_format(engine: Engine, request: GenerationRequest) -> ModelFormat:

@@ -13,12 +13,15 @@ Rules
 5. Outside reasoning, an opener counts at the beginning of a line, but not in a code fence. Elsewhere it is text unless
    a closer follows. Once a constrained answer has begun, markers in it are text.
 6. Tokens are counted with the text they begin in, those of a marker with the text after it.
+7. If the reply continues a text, the two are read together, and the events are those of the reply. A call may begin in
+   that text, but its name must not.
 """
 
 from collections.abc import Sequence
 
 import msgspec
 
+from dragoman.core.errors import BadRequest
 from dragoman.core.events import Event, Finished, Started, TextDelta, ToolCallDelta, ToolCallStart
 from dragoman.core.request import Tool
 from dragoman.formats.syntax import ModelFormat
@@ -39,8 +42,11 @@ class SplitStage:
         parallel: bool = True,
         shaped: bool = False,
         is_trial: bool = False,
+        prefill: tuple[str, str] = ("", ""),
     ) -> None:
+        """`prefill` is the text that the reply continues, and its path in the request."""
         self._syntax = syntax
+        self._prefill, self._prefill_path = prefill
         self._shaped = shaped
         """Whether the answer is constrained: once it has begun, markers in it are text."""
         self._is_trial = is_trial
@@ -69,6 +75,7 @@ class SplitStage:
             elif isinstance(event, Started):
                 self._reader = self._read_reply(event.thinking)
                 out.append(event)
+                self._read_prefill()
             elif isinstance(event, Finished):
                 self._finish(event, out)
             else:
@@ -76,6 +83,16 @@ class SplitStage:
             if out and type(out[-1]) is Finished:
                 break
         return out
+
+    def _read_prefill(self) -> None:
+        if not self._prefill:
+            return
+        self._writer.hidden = len(self._prefill)
+        self._buffer.feed(self._prefill)
+        self._advance([])
+        if self._writer.calls:
+            path = self._prefill_path
+            raise BadRequest(f"{path}: the text contains a tool call, so it cannot be continued", param=path)
 
     def _feed(self, event: TextDelta, out: list[Event]) -> None:
         if self._is_idle and not self._outside.first.search(event.text) and not event.text[-1:].isspace():
@@ -184,7 +201,7 @@ class SplitStage:
             closer = yield from self._buffer.read_until(self._closers, held.append)
             if closer.marker:
                 self._writer.begin_thought()
-                self._writer.write_thought("".join(held))
+                self._writer.write_thought("".join(held), consumed_after=len(closer.text))
                 yield from self._buffer.skip_space()
             else:
                 self._writer.write_text(match.text + "".join(held))
@@ -239,8 +256,8 @@ class SplitStage:
         closer = yield from self._read_until_closer(held)
         text = "".join(held)
         if closer.marker:
-            self._writer.write_thought(match.text + text)
             self._buffer.push_back(closer.text)
+            self._writer.write_thought(match.text + text)
             return False
         self._buffer.push_back(text)
         return True
@@ -266,9 +283,9 @@ class SplitStage:
         if is_call:
             self._buffer.push_back(text)
             return True
-        self._writer.write_thought(match.gap + text)
         if closer.marker:
             self._buffer.push_back(closer.text)
+        self._writer.write_thought(match.gap + text)
         return False
 
     def _nothing_follows(self) -> Parser[bool]:

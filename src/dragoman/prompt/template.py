@@ -5,6 +5,7 @@ Rules
    forms are tried. If all fail, the caller gets the first error.
 2. A variable is passed to the template only if the template uses its name. Requested options that the template does
    not support are listed in `Prompt.ignored`.
+3. If the reply continues the last message, the prompt ends with its text (see `open_message`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +15,11 @@ import msgspec
 from jinja2 import TemplateError
 
 from dragoman.core.errors import BadRequest, ConfigError, DragomanError, EngineFailed
-from dragoman.core.request import GenerationRequest, Message, Tool
+from dragoman.core.request import GenerationRequest, Message, Reasoning, Tool
 from dragoman.formats.syntax import PLAIN, ModelFormat
 from dragoman.prompt.content_isolation import ContentMarker, Segment, TemplateMarks
 from dragoman.prompt.message_folding import fold_messages, split_tool_results, template_call_id
+from dragoman.prompt.open_message import cut_after, mark_end, not_continued
 from dragoman.prompt.plain_text_tools import write_tools_as_text
 from dragoman.prompt.sandbox import Sandbox, TemplateRaisedError
 from dragoman.prompt.template_capabilities import JsonDict, probe_template
@@ -47,8 +49,8 @@ EXAMPLE_BUDGET = 16 * 2**20
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """`opener` is the reasoning tag that the prompt leaves open. `ignored` are requested parameters that the template
-    does not support."""
+    """`opener` is the reasoning tag that the prompt leaves open (before the text that the reply continues). `ignored`
+    are requested parameters that the template does not support."""
 
     segments: tuple[Segment, ...]
     opener: str | None = None
@@ -98,6 +100,28 @@ class ChatTemplate:
         self._fallbacks = tuple(_fallbacks(self._capabilities))
 
     def render(self, request: GenerationRequest) -> Prompt:
+        return self._render_open(request) if request.continues_last else self._render_closed(request)
+
+    def _render_open(self, request: GenerationRequest) -> Prompt:
+        """Render a conversation whose last message is continued."""
+        marked, mark = mark_end(request)
+        prefill = request.prefill
+        assert prefill is not None
+        rendered = self._render_closed(marked)
+        cut = cut_after(rendered.segments, mark, prefill.text)
+        if cut is not None:
+            segments, head = cut
+            ignored = tuple(param for param in rendered.ignored if param != "add_generation_prompt")
+            return Prompt(segments, self._find_opener(head), ignored)
+        if isinstance(prefill, Reasoning):
+            before = msgspec.structs.replace(request, messages=request.messages[:-1], continues_last=False)
+            rendered = self._render_closed(before)
+            if rendered.opener is not None:
+                content = Segment(prefill.text, special=False)
+                return msgspec.structs.replace(rendered, segments=(*rendered.segments, content))
+        raise not_continued(request)
+
+    def _render_closed(self, request: GenerationRequest) -> Prompt:
         values, ignored = build_variables(request, self._compiled, self._capabilities, self._thinks, self._allowed)
         try:
             with limit_rendering(self._seconds):
@@ -125,7 +149,8 @@ class ChatTemplate:
             else:
                 shows_names = capabilities.names and _count_names(messages) == _count_names(split_messages)
                 lost = () if shows_names or not _count_names(request.messages) else ("messages.name",)
-                return Prompt(segments, self._find_opener(segments), (*ignored, *lost))
+                end = segments[-1].text if segments and segments[-1].special else ""
+                return Prompt(segments, self._find_opener(end), (*ignored, *lost))
         assert first_error is not None
         raise first_error
 
@@ -185,11 +210,9 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
             return None
 
-    def _find_opener(self, segments: Sequence[Segment]) -> str | None:
-        if not segments or not segments[-1].special:
-            return None
-        text = segments[-1].text.rstrip()
-        openers = (opener for opener in self._openers if text.endswith(opener.strip()))
+    def _find_opener(self, text: str) -> str | None:
+        """Return the reasoning tag at the end of a text."""
+        openers = (opener for opener in self._openers if text.rstrip().endswith(opener.strip()))
         return max(openers, key=len, default=None)
 
 

@@ -28,6 +28,8 @@ def used_fields(request: GenerationRequest) -> list[str]:
     names += request.labels
     if request.choices > 1:
         names.append("choices")
+    if request.continues_last:
+        names.append("prefill")
     return names
 
 

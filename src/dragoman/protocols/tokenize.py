@@ -3,7 +3,8 @@
     tokenize := (content | prompt) [parse_special, add_special] | the fields of a chat [add_generation_prompt]
                 [with_pieces, return_token_strs]
 
-The tokens of a chat are those of its prompt. Without `add_generation_prompt` they end with the last message.
+The tokens of a chat are those of its prompt. Without `add_generation_prompt` they end with the last message, and with
+`continue_final_message` with its text.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ class TokenizeFields(msgspec.Struct, frozen=True):
 
 SPECIAL_FIELDS = ("add_special", "add_special_tokens")
 TEXTS_FIELDS = ("with_pieces", "return_token_strs")
-CHAT_DEFAULTS = dict.fromkeys(("continue_final_message", "parse_special", *SPECIAL_FIELDS), False)
+CHAT_DEFAULTS = dict.fromkeys(("parse_special", *SPECIAL_FIELDS), False)
 """Fields that have no effect on a chat. The template decides about special tokens."""
 
 
@@ -81,7 +82,7 @@ def decode_tokenize(body: bytes) -> TokenizeRequest:
 
 def _decode_chat(parsed: dict[str, Any], fields: TokenizeFields) -> GenerationRequest:
     """Decode the other fields as those of a chat."""
-    own = (*TEXTS_FIELDS, "add_generation_prompt")
+    own = TEXTS_FIELDS if parsed.get("continue_final_message") else (*TEXTS_FIELDS, "add_generation_prompt")
     decoded = chat.decode_fields(
         {
             name: value
@@ -89,7 +90,7 @@ def _decode_chat(parsed: dict[str, Any], fields: TokenizeFields) -> GenerationRe
             if name not in own and not (name in CHAT_DEFAULTS and value is CHAT_DEFAULTS[name])
         }
     )
-    if fields.add_generation_prompt is not False:
+    if fields.add_generation_prompt is not False or decoded.continues_last:
         return decoded
     asked = (*decoded.asked, Asked(Feature.GENERATION_PROMPT, "add_generation_prompt"))
     return msgspec.structs.replace(decoded, add_generation_prompt=False, asked=asked)

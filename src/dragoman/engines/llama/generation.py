@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dragoman.core.errors import EngineFailed
+from dragoman.core.errors import BadRequest, EngineFailed
 from dragoman.core.events import Detokenizer, Event, TextDelta, TokenLogprob
 from dragoman.core.request import GenerationRequest, Logprobs
 from dragoman.engines.llama.binding import Context, LlamaModel
@@ -78,7 +78,11 @@ class Generation(TokenGeneration):
     def start(self, cached: int, kept: int) -> list[Event]:
         """Return the first events. Called when the prompt is in memory."""
         started = self.create_started(self.prompt_logprobs, cached, kept)
-        return [started] if self.limit else [started, *self.finish("length")]
+        if not self.limit:
+            return [started, *self.finish("length")]
+        # The text that the reply continues may be a complete answer.
+        is_complete = self.guide is not None and self.guide.is_complete
+        return [started, *self.finish("stop")] if is_complete else [started]
 
     def step(self, context: Context, row: int) -> tuple[int, list[Event]]:
         """Pick the next token and return it with its events."""
@@ -179,13 +183,25 @@ class LlamaRequestBuilder(RequestBuilder[Generation]):
         return 0 if request.max_tokens == 0 else 1
 
     async def constrain(self, request: GenerationRequest, prompt: PromptTokens) -> CompiledConstraint | None:
-        thinks, opened = self.may_think(request), prompt.opener is not None
-        return await self.constraints.constrain(request, thinks=thinks, opened=opened)
+        begins = self.grammar_beginning(request, prompt.opener)
+        return await self.constraints.constrain(request, thinks=self.may_think(request), begins=begins)
+
+    def _skip_prefill(self, request: GenerationRequest, constrained: CompiledConstraint) -> None:
+        """Advance the grammar by the text that the reply continues."""
+        prefill, shape = request.prefill, constrained.shape
+        # Required calls follow the text, unless they begin in it.
+        if prefill is None or self.constraints.skip(constrained.guide, prefill.text) or shape.calls:
+            return
+        param = request.prefill_path
+        message = f"{param}: the reply cannot continue this text, because it does not fit {shape.param}"
+        raise BadRequest(message, param=param)
 
     def build(
         self, request: GenerationRequest, prompt: PromptTokens, constrained: CompiledConstraint | None = None
     ) -> Generation:
         shape = None if constrained is None else constrained.shape
+        if constrained is not None:
+            self._skip_prefill(request, constrained)
         settings = ReplySettings(
             prompt=prompt.tokens,
             limit=self.max_reply_tokens(request, len(prompt.tokens)),

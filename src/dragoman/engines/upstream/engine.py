@@ -81,7 +81,8 @@ FEATURES = frozenset(
     }
 )
 PROTOCOL_FEATURES = SAMPLING_FEATURES | {
-    *(Feature.STOP_TOKEN_IDS, Feature.IGNORE_EOS, Feature.LOGPROBS, Feature.DOCUMENTS, Feature.SERVICE_TIER)
+    *(Feature.STOP_TOKEN_IDS, Feature.IGNORE_EOS, Feature.LOGPROBS, Feature.DOCUMENTS, Feature.SERVICE_TIER),
+    Feature.PREFILL,
 }
 """Features that only some protocols have."""
 

@@ -64,6 +64,7 @@ FEATURE_BY_FIELD = {
     **{str(feature): str(feature) for feature in SAMPLING_FEATURES},
     **{name: name for name in ("stop_token_ids", "ignore_eos", "documents", "tools", "images")},
     **{name: name for name in ("cache_control", "stream", "stream_options")},
+    **dict.fromkeys(("continue_final_message", "add_generation_prompt"), "prefill"),
     **{name: name for name in ("user", "metadata", "prompt_cache_key", "safety_identifier", "service_tier")},
     **dict.fromkeys(("logprobs", "top_logprobs"), "logprobs"),
     **dict.fromkeys(("stop", "stop_sequences"), "stop"),
@@ -115,6 +116,7 @@ EMPTY_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "stop_token_ids": {"stop_token_ids": ()},
     "ignore_eos": {"ignore_eos": False},
     "documents": {"documents": ()},
+    "prefill": {"continues_last": False},
 }
 """What a request without a feature has in its fields."""
 

@@ -10,7 +10,8 @@ Rules
    reported as ignored.
 6. vLLM masks disallowed tokens before it computes log probabilities, so those of a constrained reply are not the
    model's own. They are returned and reported as ignored.
-7. Batch requests have a lower priority in vLLM, if the operator chose its scheduling policy `priority`.
+7. vLLM applies a grammar from the first token of the reply. So a reply that continues a text cannot be constrained.
+8. Batch requests have a lower priority in vLLM, if the operator chose its scheduling policy `priority`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 import msgspec
 
 from dragoman.core.embeddings import Input, map_inputs
+from dragoman.core.errors import NotSupported
 from dragoman.core.features import Feature
 from dragoman.core.request import GenerationRequest, Sampling
 from dragoman.engines.prompt_reader import PromptTokens, read_embedding_input
@@ -31,7 +33,7 @@ from dragoman.engines.vllm.loaded_model import LoadedModel
 from dragoman.engines.vllm.options import VllmOptions, find_arg
 from dragoman.formats import detect_format, get_format
 from dragoman.grammar.constraints import CompiledConstraint, ConstraintCompiler
-from dragoman.grammar.reply_grammar import ReplyGrammar
+from dragoman.grammar.reply_grammar import ReplyGrammar, constraint_param
 
 SEED_COUNT = 2**32
 MIN_TOP_P = 1e-6
@@ -72,9 +74,16 @@ class VllmRequestBuilder(RequestBuilder[VllmGeneration]):
     async def constrain(self, request: GenerationRequest, prompt: PromptTokens) -> CompiledConstraint | None:
         if self.constraints is None or not self.is_constrained(request):
             return None
+        if request.continues_last:
+            param = request.prefill_path
+            message = (
+                f"{param}: this model's engine cannot continue a message together with {constraint_param(request)}"
+            )
+            raise NotSupported(message, param=param)
         budget = self.create_thinking_budget(request, prompt.opener)
-        opened = prompt.opener is not None and not self._head(request, prompt, budget)
-        return await self.constraints.constrain(request, thinks=self.may_think(request), opened=opened)
+        is_closed = bool(self._head(request, prompt, budget))
+        begins = self.grammar_beginning(request, None if is_closed else prompt.opener)
+        return await self.constraints.constrain(request, thinks=self.may_think(request), begins=begins)
 
     def _head(self, request: GenerationRequest, prompt: PromptTokens, budget: ThinkingBudget | None) -> tuple[int, ...]:
         """Tokens that close the reasoning before the model generates."""

@@ -42,7 +42,7 @@ from dragoman.protocols.sse import SseFrame
 
 SUPPORTED_FIELDS = request_fields.SAMPLING | {
     *("documents", "template_options", "stop", "stop_token_ids", "ignore_eos", "logprobs", "thinking_budget"),
-    *("json_object", "json_schema", "regex", "grammar", "one_of"),
+    *("json_object", "json_schema", "regex", "grammar", "one_of", "prefill"),
     # Without `metadata`: OpenAI accepts it only for stored replies.
     *("user", "prompt_cache_key", "safety_identifier", "service_tier"),
 }
@@ -56,6 +56,7 @@ def encode(request: GenerationRequest, stream: bool) -> dict[str, Any]:
         **_common_fields(request, stream),
         "messages": [encoded for message in request.messages for encoded in _messages(message)],
         "tools": [_tool(tool) for tool in request.tools] or None,
+        **({"continue_final_message": True, "add_generation_prompt": False} if request.continues_last else {}),
         "documents": [dict(document) for document in request.documents] or None,
         **_tool_choice(request.tool_choice, request.tools),
         **_thinking(request.thinking, request.template_options),

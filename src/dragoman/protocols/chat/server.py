@@ -82,6 +82,9 @@ class ChatFields(openai.TextFields, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     chat_template: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
     documents: list[dict[str, Any]] | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -112,11 +115,14 @@ def decode_fields(parsed: dict[str, Any]) -> GenerationRequest:
         raise BadRequest("top_logprobs: requires logprobs: true", param="top_logprobs")
     asked = [Asked(Feature.CHAT, "messages"), *openai.requested_features(fields, parsed, OTHER_FIELDS, FEATURES)]
     messages = [_message(message, f"messages[{at}]", asked) for at, message in enumerate(fields.messages)]
+    continues_last = _continues_last(fields, messages[-1], asked)
     others = {} if parsed.keys().isdisjoint(OTHER_FIELDS) else _decode_others(parsed, asked)
     return GenerationRequest(
         **openai.decode_common(fields),
         **others,
         messages=tuple(messages),
+        continues_last=continues_last,
+        echo=continues_last and bool(fields.echo),
         documents=tuple(fields.documents or ()),
         max_tokens=openai.decode_reply_limit(fields, "max_completion_tokens", "max_tokens"),
         logprobs=_logprobs_wanted(fields),
@@ -125,6 +131,22 @@ def decode_fields(parsed: dict[str, Any]) -> GenerationRequest:
         asked=tuple(asked),
         extra=json_body.extra_fields(parsed, asked),
     )
+
+
+def _continues_last(fields: ChatFields, last: Message, asked: list[Asked]) -> bool:
+    param = "continue_final_message"
+    if not fields.continue_final_message:
+        # The first one only says what happens anyway, the second one repeats the message that is continued.
+        unsupported = {"add_generation_prompt": fields.add_generation_prompt is False, "echo": bool(fields.echo)}
+        asked += [Asked(Feature.UNKNOWN, name) for name, is_set in unsupported.items() if is_set]
+        return False
+    if fields.add_generation_prompt:
+        raise BadRequest(f"{param}: cannot be combined with add_generation_prompt: true", param=param)
+    if last.role != "assistant" or last.tool_calls or not (last.text or last.reasoning):
+        message = f"{param}: the last message must be from the assistant, with text or reasoning and without tool calls"
+        raise BadRequest(message, param=param)
+    asked.append(Asked(Feature.PREFILL, param))
+    return True
 
 
 def _decode_others(parsed: dict[str, Any], asked: list[Asked]) -> dict[str, Any]:

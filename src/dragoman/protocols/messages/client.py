@@ -7,7 +7,8 @@ Rules
 1. Leading system and developer messages become `system`. Later ones become user messages.
 2. Consecutive messages of one role are merged; tool results come first in a message.
 3. Reasoning is sent only with its original signature, because servers reject it without one.
-4. `message_stop`, or the end of a stream after its `stop_reason`, completes a reply.
+4. A server continues a last message of the assistant.
+5. `message_stop`, or the end of a stream after its `stop_reason`, completes a reply.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ from dragoman.protocols.sse import SseFrame
 
 SUPPORTED_FIELDS = frozenset(
     ("temperature", "top_p", "top_k", "seed", "stop", "thinking_budget", "json_object", "json_schema")
-) | {"cache_control", "user"}
+) | {"cache_control", "user", "prefill"}
 DEFAULT_MAX_TOKENS = 4096
 """`max_tokens` is required; every Anthropic model can generate this many."""
 MIN_THINKING_BUDGET = 1024

@@ -14,6 +14,8 @@ Rules
    block is its signature: that of the upstream server, or one made here. A call without arguments has one empty delta.
 5. While a conversation is compacted, pings keep the stream alive. Its usage is known at the end.
 6. Tokens that are read from or written to the cache are not counted in `input_tokens`.
+7. The reply continues a last message of the assistant that ends with text or thinking. An empty one is left out. As in
+   Anthropic's API, the text must not end with white space.
 """
 
 import math
@@ -48,6 +50,7 @@ from dragoman.core.request import (
     GenerationRequest,
     JsonSchema,
     Message,
+    Reasoning,
     Sampling,
     Summary,
     Text,
@@ -133,6 +136,9 @@ def decode(body: bytes) -> GenerationRequest:
     request = decode_count(body)
     if request.max_tokens is None:
         raise json_body.missing_field("max_tokens")
+    prefill, path = request.prefill, request.prefill_path
+    if isinstance(prefill, Text) and prefill.text[-1].isspace():
+        raise BadRequest(f"{path}: final assistant content cannot end with trailing whitespace", param=path)
     return request
 
 
@@ -154,9 +160,11 @@ def decode_count(body: bytes) -> GenerationRequest:
     metadata = parsed.get("metadata")
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
     keep_seconds, keep_at = blocks.decode_cache_control(parsed)
+    messages, continues_last = _messages(fields.system, fields.messages, asked)
     return GenerationRequest(
         model=fields.model or "",
-        messages=_messages(fields.system, fields.messages, asked),
+        messages=messages,
+        continues_last=continues_last,
         edits=context.decode_edits(parsed, asked),
         tools=offered,
         tool_choice=choice,
@@ -213,7 +221,8 @@ def _thinking(fields: MessagesFields, parsed: dict[str, Any], asked: list[Asked]
 
 def _messages(
     system: blocks.Content | None, messages: list[AnthropicMessage], asked: list[Asked]
-) -> tuple[Message, ...]:
+) -> tuple[tuple[Message, ...], bool]:
+    """Return the messages, and whether the reply continues the last one."""
     decoded = [] if system is None else _system(system, "system", asked)
     start, first_block = context.find_compaction([message.content for message in messages]) or (0, 0)
     for at, message in enumerate(messages[start:], start):
@@ -234,10 +243,16 @@ def _messages(
         decoded += separate
         if others or not separate:
             decoded.append(Message(message.role, others))
-    if messages and messages[-1].role == "assistant" == decoded[-1].role:
-        # An engine without the feature `prefill` ignores it, which is reported.
+    if not messages or not messages[-1].role == "assistant" == decoded[-1].role:
+        return tuple(decoded), False
+    last = decoded[-1]
+    if len(decoded) > 1 and all(part == Text("") for part in last.parts):
+        return tuple(decoded[:-1]), False
+    ending = next((part for part in reversed(last.parts) if part != Text("")), None)
+    continues_last = isinstance(ending, Text | Reasoning) and ending.text != "" and not last.tool_calls
+    if continues_last:
         asked.append(Asked(Feature.PREFILL, f"messages[{len(messages) - 1}]"))
-    return tuple(decoded)
+    return tuple(decoded), continues_last
 
 
 def _system(content: blocks.Content, path: str, asked: list[Asked]) -> list[Message]:
