@@ -71,7 +71,7 @@ _DATA = tomllib.loads((Path(__file__).parent.parent / "data" / "model_outputs.to
 
 
 def _part(kind: str, *texts: str) -> Part:
-    return ToolCall("", *texts) if kind == "call" else Text(*texts) if kind == "text" else Reasoning(*texts)
+    return ToolCall("", texts[0], texts[1]) if kind == "call" else Text(*texts) if kind == "text" else Reasoning(*texts)
 
 
 def _recorded(syntax: str, name: str, given: Any) -> Case:

@@ -66,7 +66,7 @@ def joined(events: Sequence[Event]) -> Joined:
     last = events[-1]
     assert isinstance(last, Finished)
     for event in events[1:-1]:
-        assert not isinstance(event, Started | Finished)
+        assert isinstance(event, TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta)
         before = parts[-1] if parts else None
         if isinstance(event, ToolCallStart):
             assert event.id.startswith("call_")

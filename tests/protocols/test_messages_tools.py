@@ -71,7 +71,7 @@ def test_old_editor_and_computer_schemas() -> None:
     "kind",
     [
         *("web_search_20250305", "web_fetch_20250910", "code_execution_20250825", "tool_search_tool_bm25_20251119"),
-        *("mcp_toolset", "computer_toolset_20260801", "browser_toolset_20260801", "advisor_20260301", "unknown_type"),
+        *("computer_toolset_20260801", "browser_toolset_20260801", "advisor_20260301", "unknown_type"),
     ],
 )
 def test_server_tools_are_reported(kind: str) -> None:

@@ -45,7 +45,7 @@ def test_model_sees_every_tool_as_a_function() -> None:
 
 def test_hosted_tools_are_reported() -> None:
     container = {"type": "shell", "environment": {"type": "container_auto"}}
-    tools = [SEARCH, FUNCTION, {"type": "mcp", "server_label": "s"}, container, {"type": "tool_search"}]
+    tools = [SEARCH, FUNCTION, {"type": "image_generation"}, container, {"type": "tool_search"}]
     assert [tool.name for tool in request(tools=tools).tools] == ["f"]
     paths = [("server_tools", f"tools[{at}]") for at in (0, 2, 3, 4)]
     assert features(tools=tools) == [*paths, TOOLS]

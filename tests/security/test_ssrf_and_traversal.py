@@ -1,7 +1,8 @@
 """The server never fetches an address or opens a file that a request names.
 
-No request field is an address that the server itself calls, or a path that it opens. A listening socket and a watched
-folder prove it for addresses and names in every field that takes some.
+No request field is an address that the server itself calls, or a path that it opens, except addresses of MCP servers
+that the operator allows (see `test_mcp_addresses`). A listening socket and a watched folder prove it for addresses and
+names in every field that takes some.
 """
 
 import os

@@ -4,6 +4,9 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from dragoman.core.edits import Compaction
+from dragoman.core.events import Usage
+from dragoman.protocols.responses.compaction_items import encode_item
 from tools.fuzz.values import CONTROL_TOKENS, PNG, TEXTS, WORDS
 
 Body = dict[str, Any]
@@ -201,6 +204,21 @@ def message_tools(random: Random, body: Body) -> None:
     )
     if random.random() < 0.2:
         body["tools"].append({"type": "web_search_20250305", "name": "web_search"})
+    if random.random() < 0.3:
+        body["tools"].append(toolset(random))
+
+
+def toolset(random: Random) -> Any:
+    made: Body = {"type": "mcp_toolset", "mcp_server_name": "fuzz"}
+    maybe(
+        random,
+        made,
+        0.3,
+        default_config=lambda: {"enabled": random.random() < 0.5, "defer_loading": False},
+        configs=lambda: {"repeat": {"enabled": random.random() < 0.8}, "other": {}},
+        tools=lambda: [{"name": "repeat", "description": "d", "input_schema": random.choice(SCHEMAS[:3])}],
+    )
+    return made
 
 
 def message_blocks(random: Random) -> Any:
@@ -214,6 +232,27 @@ def message_blocks(random: Random) -> Any:
     return made
 
 
+def context_management(random: Random) -> Any:
+    """The edits of a message."""
+    trigger = {"type": "input_tokens", "value": random.choice((1, 10, 100_000))}
+    edits: tuple[Any, ...] = (
+        {"type": "clear_tool_uses_20250919"},
+        {
+            "type": "clear_tool_uses_20250919",
+            "trigger": random.choice((trigger, {"type": "tool_uses", "value": 1})),
+            "keep": {"type": "tool_uses", "value": random.randrange(3)},
+            "clear_at_least": {"type": "input_tokens", "value": random.randrange(20)},
+            "exclude_tools": random.choice(([], ["now"])),
+            "clear_tool_inputs": random.choice((True, False, ["now"])),
+        },
+        {"type": "clear_thinking_20251015", "keep": random.choice(("all", {"type": "thinking_turns", "value": 1}))},
+        {"type": "compact_20260112", "trigger": trigger, "pause_after_compaction": random.random() < 0.5},
+        {"type": "compact_20260112", "instructions": words(random), "trigger": trigger},
+        {"type": "of_tomorrow_20300101"},
+    )
+    return {"edits": random.sample(edits, k=random.randint(0, 3))}
+
+
 def message(random: Random) -> Body:
     made: list[Any] = []
     for at in range(random.choice((0, 0, 0, 1, 2))):
@@ -223,6 +262,22 @@ def message(random: Random) -> Body:
         made.append({"role": "user", "content": words(random)})
         made.append({"role": "assistant", "content": [thought, {"type": "text", "text": words(random)}, call]})
         made.append({"role": "user", "content": [result]})
+    if random.random() < 0.08:
+        made.append(
+            {"role": "assistant", "content": [{"type": "compaction", "content": random.choice(("They met.", None))}]}
+        )
+    if random.random() < 0.1:
+        use = {
+            "type": "mcp_tool_use",
+            "id": "mcptoolu_1",
+            "name": "repeat",
+            "server_name": "fuzz",
+            "input": {"text": "a"},
+        }
+        output = {"type": "mcp_tool_result", "tool_use_id": "mcptoolu_1", "is_error": False}
+        texts = [{"type": "text", "text": words(random)}]
+        made.append({"role": "user", "content": words(random)})
+        made.append({"role": "assistant", "content": [use, output | {"content": texts}, *texts]})
     made.append({"role": "user", "content": words(random) if random.random() < 0.7 else message_blocks(random)})
     if random.random() < 0.06:
         made.append({"role": "assistant", "content": words(random).rstrip() or "x"})
@@ -240,9 +295,14 @@ def message(random: Random) -> Body:
         metadata=lambda: {"user_id": words(random)},
         output_config=lambda: {"effort": random.choice(("low", "high"))},
         output_format=lambda: {"type": "json_schema", "schema": random.choice(SCHEMAS)},
+        context_management=lambda: context_management(random),
     )
     if random.random() < 0.25:
         message_tools(random, body)
+    if random.random() < 0.05:
+        for name in ("context_management", "stop_sequences", "output_format", "tool_choice"):
+            body.pop(name, None)
+        body["compaction"] = {"type": "summarize"}
     if random.random() < 0.5:
         body["stream"] = True
     return body
@@ -264,8 +324,48 @@ def response_input(random: Random) -> Any:
             {"type": "function_call", "call_id": f"c{at}", "name": "now", "arguments": "{}"},
             {"type": "function_call_output", "call_id": f"c{at}", "output": words(random)},
         ]
+    if random.random() < 0.15:
+        made += mcp_items(random)
     made.append({"type": "message", "role": "user", "content": [{"type": "input_text", "text": words(random)}]})
+    if random.random() < 0.15:
+        made.insert(random.randint(0, len(made)), random.choice(COMPACTIONS))
+    if random.random() < 0.1:
+        made.append({"type": "compaction_trigger"})
     return made
+
+
+def mcp_items(random: Random) -> list[Any]:
+    call = {"name": "repeat", "server_label": "fuzz", "arguments": '{"text": "a"}'}
+    tools = [{"name": "repeat", "description": "d", "input_schema": random.choice(SCHEMAS)}]
+    error = {"type": "mcp_tool_execution_error", "content": [{"type": "text", "text": words(random)}]}
+    answer = {"type": "mcp_approval_response", "approval_request_id": "mcpr_1", "approve": False}
+    return [
+        {"type": "mcp_list_tools", "id": "mcpl_1", "server_label": "fuzz", "tools": tools, "error": None},
+        {"type": "mcp_approval_request", "id": "mcpr_1", **call},
+        answer | {"reason": words(random)},
+        {"type": "mcp_call", "id": "mcp_1", **call, "output": words(random), "error": None},
+        {"type": "mcp_call", "id": "mcp_2", **call, "output": None, "error": error, "approval_request_id": "mcpr_0"},
+    ]
+
+
+def mcp_tool(random: Random) -> Any:
+    """A server of the configuration: its own address, or none, makes a mutated request a mistake."""
+    made: Body = {"type": "mcp", "server_label": "fuzz"}
+    maybe(
+        random,
+        made,
+        0.4,
+        require_approval=lambda: random.choice(("never", "always", {"never": {"tool_names": ["repeat"]}})),
+        allowed_tools=lambda: random.choice((["repeat"], [], {"read_only": True}, {"tool_names": ["other"]})),
+        server_description=lambda: words(random),
+        defer_loading=lambda: random.random() < 0.5,
+    )
+    return made
+
+
+COMPACTIONS = tuple(
+    encode_item(Compaction(summary, kept, 1, Usage()), "cmp_1") for summary, kept in (("They met.", 0), ("é" * 500, 3))
+)
 
 
 def response(random: Random) -> Body:
@@ -285,9 +385,13 @@ def response(random: Random) -> Body:
         text=lambda: {"format": {"type": "json_schema", "name": "s", "schema": random.choice(SCHEMAS)}},
         parallel_tool_calls=lambda: random.random() < 0.5,
         truncation=lambda: "auto",
+        context_management=lambda: [{"type": "compaction", "compact_threshold": random.choice((1, 20, 100_000))}],
     )
     if random.random() < 0.3:
         body["tools"] = random.sample(RESPONSE_TOOLS, k=random.randint(1, 3))
+        if random.random() < 0.5:
+            body["tools"].append(mcp_tool(random))
+            maybe(random, body, 0.3, max_tool_calls=lambda: random.choice((1, 2, 10)))
         maybe(random, body, 0.5, tool_choice=lambda: random.choice(("auto", "none", "required")))
     return body
 

@@ -1,5 +1,6 @@
 """The servers that are fuzzed: their configuration, and the models and keys that requests use."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from random import Random
@@ -22,10 +23,20 @@ HARMONY = (
     "<|channel|>analysis<|message|>They want the weather.<|end|><|start|>assistant<|channel|>commentary "
     'to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>'
 )
+SERVER_CALLS = (
+    'I ask the server.\n<tool_call>{"name": "fuzz__repeat", "arguments": {"text": "a"}}</tool_call>'
+    '<tool_call>{"name": "fuzz__repeat", "arguments": {"text": "fail"}}</tool_call>'
+)
 SCRIPTED: Mapping[str, Any] = {
     "echo": {"engine": "scripted", "chunk": 16, "burst": 4, "context": 4096},
     "poet": {"engine": "scripted", "replies": [{"output": "Roses are red, violets are blue."}]},
     "caller": {"engine": "scripted", "format": "hermes", "chunk": 8, "replies": [{"output": CALLS}]},
+    "delegate": {
+        "engine": "scripted",
+        "format": "hermes",
+        "chunk": 8,
+        "replies": [{"match": "repeated|not run", "output": "That is all."}, {"output": SERVER_CALLS}],
+    },
     "harmony": {"engine": "scripted", "format": "harmony", "chunk": 16, "replies": [{"output": HARMONY}]},
     "xml": {"engine": "scripted", "format": "qwen_xml", "chunk": 3, "context": 4096, "burst": 8},
     "short": {"engine": "scripted", "context": 20},
@@ -38,6 +49,7 @@ SCRIPTED: Mapping[str, Any] = {
 COMMON: Mapping[str, Any] = {
     "api_keys": list(KEYS),
     "storage": {"file_bytes": FILE_BYTES},
+    "mcp_servers": {"fuzz": {"command": [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]}},
     "telemetry": {"log_format": "json", "log_level": "warning"},
     "limits": {
         "body_bytes": BODY_BYTES,
@@ -70,8 +82,8 @@ class Profile(NamedTuple):
 
 
 _WEIGHTS = """
-    echo=30 poet=20 caller=14 harmony=6 xml=6 short=3 org/nested=4 gpt-4o=6 claude-x=6 ECHO:latest=2 slow=1 failing=3
-    failing-at-once=2 =3 missing=2
+    echo=30 poet=20 caller=10 delegate=8 harmony=6 xml=6 short=3 org/nested=4 gpt-4o=6 claude-x=6 ECHO:latest=2 slow=1
+    failing=3 failing-at-once=2 =3 missing=2
 """
 SCRIPTED_WEIGHTS = {name: int(weight) for name, _, weight in (entry.partition("=") for entry in _WEIGHTS.split())}
 """An empty name: the request names no model."""

@@ -4,7 +4,8 @@ import argparse
 import os
 import ssl
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
 from dragoman.cli.common import load_config
@@ -30,17 +31,28 @@ API = "/v1"
 
 class AdminClient:
     """`address` names the server in error messages. `token` gives access to `/admin` on a server without keys that the
-    same user runs."""
+    same user runs. `is_at_socket`: it listens on a Unix socket, so `where` means nothing to other programs."""
 
     def __init__(
-        self, address: str, where: ServerAddress, http: "httpx.Client", key: str | None, token: str | None
+        self,
+        address: str,
+        where: ServerAddress,
+        http: "httpx.Client",
+        key: str | None,
+        token: str | None,
+        is_at_socket: bool,
     ) -> None:
         self.address = address
-        self._where = where
+        self.where = where
+        self.key = key
+        self.is_at_socket = is_at_socket
         self._http = http
         self._token = token
         if login := where.login or (f"Bearer {key}" if key else None):
             http.headers["authorization"] = login
+
+    def close(self) -> None:
+        self._http.close()
 
     def is_running(self) -> bool:
         """Whether a Dragoman answers there, with or without access."""
@@ -75,11 +87,25 @@ class AdminClient:
         except NO_RESPONSE as error:
             raise ConfigError(f"{self.address}: no answer: {describe(error)}{_hint(error)}") from error
 
+    @contextmanager
+    def stream(self, path: str, body: bytes, headers: Mapping[str, str]) -> "Iterator[httpx.Response]":
+        """Post a body, and read the answer while it arrives."""
+        import httpx
+
+        from dragoman.client.http_settings import describe
+
+        try:
+            url, timeout = self._url(path), LOAD_TIMEOUT_SECONDS
+            with self._http.stream("POST", url, content=body, headers=headers, timeout=timeout) as response:
+                yield response
+        except httpx.ConnectError as error:
+            raise ConfigError(f"{self.address}: no answer: {describe(error)}{_hint(error)}") from error
+
     def unexpected_answer(self, expected: str = "a list of models") -> ConfigError:
         return ConfigError(f"{self.address}: the answer is not {expected}")
 
     def _url(self, path: str) -> str:
-        return self._where.api + path.removeprefix(API) if path.startswith(API) else self._where.root + path
+        return self.where.api + path.removeprefix(API) if path.startswith(API) else self.where.root + path
 
     def _request(self, method: str, path: str, timeout: float, **content: Any) -> Any:
         headers = {ADMIN_TOKEN_HEADER: self._token} if self._token and path.startswith(ADMIN) else None
@@ -125,7 +151,7 @@ def from_url(url: str, key: str | None, name: str = "--url") -> AdminClient:
     if url.startswith(UNIX):
         path = url.removeprefix(UNIX)
         where, http = _local_server("http://localhost", None, path)
-        return AdminClient(address, where, http, key, find_socket_admin_token(path))
+        return AdminClient(address, where, http, key, find_socket_admin_token(path), is_at_socket=True)
     try:
         where = parse_address(url)
     except ConfigError as error:
@@ -137,7 +163,7 @@ def from_url(url: str, key: str | None, name: str = "--url") -> AdminClient:
     # Loopback needs no proxy, and plain HTTP needs no certificates.
     verify = ssl.create_default_context() if where.is_tls else False
     http = httpx.Client(verify=verify, trust_env=not where.is_loopback)
-    return AdminClient(address, where, http, key, token)
+    return AdminClient(address, where, http, key, token, is_at_socket=False)
 
 
 def from_settings(settings: Settings, key: str | None) -> AdminClient:
@@ -154,7 +180,7 @@ def from_settings(settings: Settings, key: str | None) -> AdminClient:
     if settings.hosts:
         http.headers["host"] = settings.hosts[0]
     key = key or next(iter(settings.api_keys), None)
-    return AdminClient(f"the server at {address}", where, http, key, token)
+    return AdminClient(f"the server at {address}", where, http, key, token, is_at_socket=settings.socket is not None)
 
 
 def _local_server(address: str, tls: Tls | None, socket: str | None = None) -> tuple[ServerAddress, "httpx.Client"]:

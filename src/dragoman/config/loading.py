@@ -7,12 +7,13 @@
     adapters := name: PATH | name: {path: PATH, scale: NUMBER}      an option of llama; each is a model too
     aliases  := pattern: name              `gpt-*: smollm2`
     default, models_dir, models_yaml, require_model, errors, reasoning_fields, memory, keep_alive, turn_seconds, layout,
-    host, port, socket, api_keys, strict, event_log, hosts, proxies, limits, workers, grace_seconds, drain_seconds,
-    protocols,
+    host, port, socket, api_keys, strict, event_log, record, hosts, proxies, limits, workers, grace_seconds,
+    drain_seconds, protocols,
     storage  := ADDRESS | {address: ADDRESS, blobs: DIRECTORY, file_bytes: SIZE, principal_bytes: SIZE,
                              keep: {responses: TIME, ...}}
     prices   := {name or pattern of a model: {input, cached_input, output}}
     keys, budgets, telemetry, cors, tls    see `sections`
+    mcp_servers, mcp                       see `mcp`
 
 Rules
 1. A flag overrides the environment, the environment overrides the file.
@@ -32,6 +33,7 @@ import msgspec
 from dragoman.config.aliases import AliasTable
 from dragoman.config.config_file import ConfigFile, read_config_file, resolve_path
 from dragoman.config.diagnostics import Locations, find_known_key
+from dragoman.config.mcp import check_servers
 from dragoman.config.model_spec import MODEL_NAME, ModelSpec, model_from_flag, read_models
 from dragoman.config.models_yaml import read_models_yaml
 from dragoman.config.quantities import parse_duration, parse_finite_duration, parse_size
@@ -70,6 +72,7 @@ class Flags(msgspec.Struct, frozen=True):
     api_keys: Sequence[str] = ()
     strict: bool = False
     event_log: str | None = None
+    record: str | None = None
     storage: str | None = None
     protocols: Sequence[str] = ()
     workers: int | None = None
@@ -189,6 +192,7 @@ def _read_settings(file: ConfigFile, flags: Flags, environ: Mapping[str, str]) -
     for at, entry in enumerate(settings.proxies):
         file.parse(entry, parse_network, f"proxies[{at}]")
     _check_texts(file, settings)
+    check_servers(file, settings.mcp_servers, settings.mcp)
     return _resolve_paths(file, settings)
 
 
@@ -256,6 +260,7 @@ def _map_paths(settings: Settings, convert: Callable[[str, str], str]) -> Settin
         models_dir=None if folders is None else tuple([convert("models_dir", folder) for folder in folders]),
         models_yaml=resolve("models_yaml", settings.models_yaml),
         event_log=resolve("event_log", settings.event_log),
+        record=resolve("record", settings.record),
         socket=resolve("socket", settings.socket),
         storage=replace(
             storage,

@@ -2,7 +2,8 @@
 
     DragomanError
     ├── BadRequest 400 ── ContextTooLong ── NoRoomForReply
-    │                     InvalidConfig, InvalidSchema, PreviousResponseNotFound, RequestRefused, ThreadUnsupported,
+    │                     InvalidConfig, InvalidSchema, InvalidSeal, InvalidStreamId, PreviousResponseNotFound,
+    │                     RequestRefused, ResponseCancelled, StreamLimitReached, ThreadUnsupported,
     │                     UnsupportedParameter
     ├── Unauthorized 401
     ├── PermissionDenied 403
@@ -14,7 +15,7 @@
     ├── UpgradeRequired 426
     ├── RateLimited 429 ── TokensLimited, QuotaExhausted, ResourceUnavailable
     ├── HeadersTooLarge 431
-    ├── EngineFailed 500 ── StepLimitReached
+    ├── EngineFailed 500 ── CompactionFailed, StepLimitReached
     ├── NotSupported 501
     ├── EngineDied 502
     ├── Unreachable 502
@@ -142,12 +143,28 @@ class InvalidSchema(BadRequest, code="invalid_schema"):
     pass
 
 
+class InvalidSeal(BadRequest, code="invalid_encrypted_content"):
+    """Sealed content was changed, or comes from another server."""
+
+
+class InvalidStreamId(BadRequest, code="invalid_stream_id"):
+    pass
+
+
 class PreviousResponseNotFound(BadRequest, code="previous_response_not_found"):
     pass
 
 
 class RequestRefused(BadRequest, code="request_refused"):
     """The request has crashed the engine's process before."""
+
+
+class ResponseCancelled(BadRequest, code="response_cancelled"):
+    """The client has cancelled a response before its first event."""
+
+
+class StreamLimitReached(BadRequest, code="websocket_stream_limit_reached"):
+    """A WebSocket has too many streams."""
 
 
 class ThreadUnsupported(BadRequest, code="thread_unsupported_request"):
@@ -216,6 +233,10 @@ class HeadersTooLarge(DragomanError, status=431, type="invalid_request_error", c
 
 class EngineFailed(DragomanError, type="inference_error", code="inference_error"):
     pass
+
+
+class CompactionFailed(EngineFailed, code="compaction_failed"):
+    """The model wrote no summary."""
 
 
 class StepLimitReached(EngineFailed, code="step_limit_reached"):

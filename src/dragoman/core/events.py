@@ -1,6 +1,6 @@
 """The events of a generation: the output of a model as a stream of plain values.
 
-    stream := Started (TextDelta | ReasoningDelta | call)* Finished
+    stream := Started (TextDelta | ReasoningDelta | call | ToolsListed | TurnEnded | ToolOutput)* Finished
     call   := ToolCallStart ToolCallDelta*
 
 Rules
@@ -12,6 +12,7 @@ Rules
 4. A character spread over several tokens belongs to the last of them. Invalid bytes become U+FFFD as soon as they are
    certain to be invalid; at the end, so does an incomplete character. The joined text does not depend on how the bytes
    are split into tokens.
+5. Engines do not emit `ToolsListed`, `TurnEnded` and `ToolOutput`. The server does (see `server/tool_rounds`).
 """
 
 import codecs
@@ -19,6 +20,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
 import msgspec
+
+from dragoman.core.tool_servers import ListedTool
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -81,8 +84,14 @@ class ReasoningDelta(msgspec.Struct, frozen=True, array_like=True, tag="reasonin
 
 
 class ToolCallStart(msgspec.Struct, frozen=True, array_like=True, tag="call"):
+    """`server`: the label of the tool server that runs the call, which has the tool `name`; None if the client runs it.
+    `approval`: the id of the request for approval that allowed it. A call that `needs_approval` has no output."""
+
     id: str
     name: str
+    server: str | None = None
+    approval: str | None = None
+    needs_approval: bool = False
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True, tag="arguments"):
@@ -93,7 +102,30 @@ class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True, tag="arguments
     tokens: tuple[int, ...] = ()
 
 
-FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
+class ToolsListed(msgspec.Struct, frozen=True, array_like=True, tag="listed"):
+    """A tool server has listed its tools, or has failed to."""
+
+    server: str
+    tools: tuple[ListedTool, ...] = ()
+    error: str | None = None
+
+
+class TurnEnded(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
+    """The model has ended its turn. The calls of tool servers run now."""
+
+
+class ToolOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
+    """The result of a call of a tool server. An error without `code` is one of the tool itself; otherwise `code` is the
+    status of HTTP, or a negative code of the server's protocol."""
+
+    call_id: str
+    text: str
+    is_error: bool = False
+    code: int | None = None
+
+
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter", "compaction"]
+"""`compaction`: the conversation was compacted, and the model did not answer. Only the server sets it."""
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
@@ -110,7 +142,17 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
     unknown_reason: str | None = None
 
 
-Event = Started | TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | Finished
+Event = (
+    Started
+    | TextDelta
+    | ReasoningDelta
+    | ToolCallStart
+    | ToolCallDelta
+    | ToolsListed
+    | TurnEnded
+    | ToolOutput
+    | Finished
+)
 
 Listener = Callable[[Sequence[Event]], Awaitable[None] | None]
 """Called with events that became ready together. If it returns an awaitable, await it before the next call."""

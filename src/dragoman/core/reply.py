@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from dragoman.core.edits import Compaction, ContextEdited
 from dragoman.core.events import (
     Event,
     Finished,
@@ -16,10 +17,12 @@ from dragoman.core.events import (
     TokenLogprob,
     ToolCallDelta,
     ToolCallStart,
+    ToolOutput,
+    ToolsListed,
     Usage,
     total_usage,
 )
-from dragoman.core.request import Message, Part, Reasoning, Text, ToolCall
+from dragoman.core.request import Message, Part, Reasoning, Text, ToolCall, ToolResult
 
 BETWEEN_PARTS = "\n\n"
 """Joins thoughts, and contents, where a format has only one of them."""
@@ -42,6 +45,8 @@ class Choice(msgspec.Struct, frozen=True):
     """The time for the tokens of the reply, if it was requested."""
     unknown_reason: str | None = None
     """The reason of another server, if `FinishReason` does not contain it."""
+    listings: tuple[ToolsListed, ...] = ()
+    """What tool servers listed before the reply. The results of their calls are among the parts."""
 
     @property
     def text(self) -> str:
@@ -74,6 +79,8 @@ class Reply(msgspec.Struct, frozen=True):
     model: str = ""
     raw: Mapping[str, Any] | None = None
     """The JSON body of the response; None if it was streamed."""
+    edited: ContextEdited | None = None
+    """What the edits of the request did before the reply. Set by the server."""
     unknown_parts: tuple[Any, ...] = ()
     """Parts of the content that are not text, reasoning or tool calls, as the server sent them."""
 
@@ -92,6 +99,10 @@ class Reply(msgspec.Struct, frozen=True):
     @property
     def reason(self) -> FinishReason | str:
         return self.choices[0].unknown_reason or self.choices[0].reason
+
+    @property
+    def compaction(self) -> Compaction | None:
+        return None if self.edited is None else self.edited.compaction
 
     @property
     def is_counted(self) -> bool:
@@ -125,6 +136,7 @@ class _Draft:
         self.pieces: list[str] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.listings: list[ToolsListed] = []
 
     def add(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -152,6 +164,11 @@ class _Draft:
             elif isinstance(event, ToolCallDelta):
                 self.tokens += event.tokens
                 self.pieces.append(event.arguments)
+            elif isinstance(event, ToolOutput):
+                self.close()
+                self.parts.append(ToolResult(event.call_id, (Text(event.text),), event.is_error, event.code))
+            elif isinstance(event, ToolsListed):
+                self.listings.append(event)
 
     def _think(self, event: ReasoningDelta) -> None:
         if self.open is not Reasoning:
@@ -167,8 +184,10 @@ class _Draft:
         self.open = kind
 
     def close(self) -> None:
-        if self.call is not None:
-            self.parts.append(ToolCall(self.call.id, self.call.name, "".join(self.pieces)))
+        call = self.call
+        if call is not None:
+            arguments = "".join(self.pieces)
+            self.parts.append(ToolCall(call.id, call.name, arguments, call.server, call.approval, call.needs_approval))
         elif self.open is not None:
             self.parts.append(self.open("".join(self.pieces)))
         self.open, self.call = None, None
@@ -189,6 +208,7 @@ class _Draft:
             is_counted=self.finished.usage is not None,
             seconds=self.finished.seconds,
             unknown_reason=self.finished.unknown_reason,
+            listings=tuple(self.listings),
         )
 
 

@@ -4,7 +4,7 @@
       messages: Message*            a chat, or
       prompts:  (text | token ids)* a completion
       Message  := role, Part*
-      Part     := Text | Image | Reasoning | ToolCall | ToolResult
+      Part     := Text | Summary | Image | Reasoning | ToolCall | ToolResult
 
 Rules
 1. Values are frozen. To change a request, copy it with `msgspec.structs.replace`.
@@ -18,12 +18,18 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from dragoman.core.edits import ContextEdit
 from dragoman.core.features import Feature
+from dragoman.core.tool_servers import ToolServer
 from dragoman.core.types import Priority
 
 
 class Text(msgspec.Struct, frozen=True, tag="text"):
     text: str
+
+
+class Summary(Text, frozen=True, tag="summary"):
+    """The text that replaced the earlier part of the conversation (see `core.summary`)."""
 
 
 class Image(msgspec.Struct, frozen=True, tag="image"):
@@ -42,11 +48,15 @@ class Reasoning(msgspec.Struct, frozen=True, tag="reasoning"):
 
 
 class ToolCall(msgspec.Struct, frozen=True, tag="tool_call"):
-    """`arguments` is the JSON text as the model wrote it."""
+    """`arguments` is the JSON text as the model wrote it. `server`, `approval` and `needs_approval` are those of the
+    event `ToolCallStart`."""
 
     id: str
     name: str
     arguments: str
+    server: str | None = None
+    approval: str | None = None
+    needs_approval: bool = False
 
     @property
     def parsed_arguments(self) -> dict[str, Any]:
@@ -58,9 +68,11 @@ class ToolResult(msgspec.Struct, frozen=True, tag="tool_result"):
     call_id: str
     content: tuple[Text | Image, ...]
     is_error: bool = False
+    code: int | None = None
+    """That of the event `ToolOutput`."""
 
 
-Part = Text | Image | Reasoning | ToolCall | ToolResult
+Part = Text | Summary | Image | Reasoning | ToolCall | ToolResult
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -222,8 +234,16 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     prompts: tuple[str | tuple[int, ...], ...] = ()
     suffix: str | None = None
     echo: bool = False
+    edits: tuple[ContextEdit, ...] = ()
+    """What the server does with a long conversation before the model sees it. An engine gets none."""
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
+    tool_servers: tuple[ToolServer, ...] = ()
+    """Servers with more tools, which Dragoman calls itself. A request that reaches an engine has none."""
+    approved_calls: tuple[ToolCall, ...] = ()
+    """Calls of an earlier response that the caller approved. Their results in `messages` are still empty."""
+    max_tool_calls: int | None = None
+    """How many calls of tool servers one response may make."""
     constraint: Constraint | None = None
     thinking: Thinking = Thinking()
     documents: tuple[Mapping[str, Any], ...] = ()

@@ -28,6 +28,7 @@ from dragoman.server.batches.runner import BatchRunner
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LocalModelLease
 from dragoman.server.telemetry.recorder import TelemetryRecorder, without_secrets
+from dragoman.server.tool_servers import LocalToolServers
 from dragoman.storage.batches import BatchStore
 from dragoman.storage.blobs import open_blobs
 from dragoman.storage.budgets import first_day
@@ -52,7 +53,7 @@ T = TypeVar("T")
 LEDGER_EXPIRY_SECONDS = 3600.0
 """How often expired entries of the ledger are deleted."""
 
-FIXED = ("host", "port", "socket", "tls", "event_log", "storage", "grace_seconds", "workers", "protocols")
+FIXED = ("host", "port", "socket", "tls", "event_log", "record", "storage", "grace_seconds", "workers", "protocols")
 FIXED_TELEMETRY = ("log_format", "log_level", "log_requests", "metrics_by_principal", "traces")
 FIXED_LIMITS = (
     *("header_bytes", "body_seconds", "write_seconds", "keepalive_seconds", "stall_seconds", "batch_lines"),
@@ -82,6 +83,7 @@ class App(BaseApp):
     background: BackgroundResponses
     files: FileStore
     batches: BatchStore
+    tool_servers: LocalToolServers
 
     def __init__(
         self,
@@ -121,6 +123,7 @@ class App(BaseApp):
         self.maintenance.add(self.conversations.remove_unused, RESPONSE_EXPIRY_SECONDS)
         self.maintenance.add(self.background.resume, DEAD_SECONDS)
         self.maintenance.add(self.batches.remove_expired, EXPIRY_SECONDS)
+        self.tool_servers = LocalToolServers(settings)
         self.created = int(time.time())
         self.started = time.monotonic()
         self.admin_token = secrets.token_urlsafe(32)
@@ -165,6 +168,7 @@ class App(BaseApp):
     def _reconfigure(self, settings: Settings) -> None:
         self.catalog.reconfigure(settings)
         self.ledger.configure(settings)
+        self.tool_servers.configure(settings)
         self.batch_runner.max_line = self.conversations.most = settings.limits.body_bytes
 
     def _enter_quota(self, exchange: HttpExchange, route: "Route[App] | None") -> None:
@@ -248,6 +252,8 @@ class App(BaseApp):
 
     def start(self) -> None:
         super().start()
+        if self.settings.record is not None:
+            log.warning("requests and replies are recorded in %s, prompts included", self.settings.record)
         self.maintenance.start()
         self.batch_runner.start()
         self._restoring = asyncio.get_running_loop().create_task(self._restore_limits())
@@ -267,6 +273,7 @@ class App(BaseApp):
         self.stop_requests()
         await self.finish_jobs(0)
         await self.tasks.finish()
+        await self.tool_servers.stop()
         await self.catalog.stop()
         await self.maintenance.stop()
         await self._write_key_uses()
@@ -274,4 +281,5 @@ class App(BaseApp):
         await asyncio.to_thread(self.database.close)
         await asyncio.to_thread(self.blobs.close)
         self._authenticator.close()
+        await self._close_recording()
         self.telemetry.close()

@@ -7,15 +7,18 @@ A reload is also refused if it would make a model unservable.
 import ipaddress
 import os
 import re
+import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 
 from dragoman.config.diagnostics import Diagnostic, Level
 from dragoman.config.loading import default_address
+from dragoman.config.mcp import PACKAGE_NEEDED
 from dragoman.config.model_spec import ModelSpec
 from dragoman.config.sections import MEMORY, POSTGRES, BudgetLimit, Keys, Tls
 from dragoman.config.settings import Settings
@@ -41,6 +44,7 @@ def find_diagnostics(settings: Settings) -> list[Diagnostic]:
     default = settings.default_model
     found = [diagnostic for model in settings.models for diagnostic in _check_model(model, model is default)]
     found += _check_protocols(settings)
+    found += _check_tool_servers(settings)
     return [*found, *_check_keys(settings.keys), *_check_files(settings), *_find_warnings(settings)]
 
 
@@ -82,6 +86,17 @@ def _check_protocols(settings: Settings) -> Iterator[Diagnostic]:
         yield Diagnostic("protocols", str(error))
 
 
+def _check_tool_servers(settings: Settings) -> Iterator[Diagnostic]:
+    if (settings.mcp_servers or settings.mcp.allow) and find_spec("mcp") is None:
+        yield Diagnostic("mcp_servers" if settings.mcp_servers else "mcp.allow", PACKAGE_NEEDED, "unservable")
+    for name, server in settings.mcp_servers.items():
+        key = f"mcp_servers.{name}"
+        if server.command and shutil.which(server.command[0]) is None:
+            yield Diagnostic(f"{key}.command", f"there is no program {server.command[0]}", "unservable")
+        for variable in server.missing_variables:
+            yield Diagnostic(key, f"the environment variable {variable} is not set", "unservable")
+
+
 def _check_keys(keys: Keys) -> Iterator[Diagnostic]:
     if keys.jwt is not None:
         try:
@@ -106,15 +121,18 @@ def _check_files(settings: Settings) -> Iterator[Diagnostic]:
     address = settings.storage.address
     if address not in (MEMORY, default_address()) and not address.startswith(POSTGRES) and Path(address).is_dir():
         yield Diagnostic("storage", f"{address} is a folder; expected a file")
-    path = None if settings.event_log is None else Path(settings.event_log)
-    if path is None:
-        return
-    if path.is_dir():
-        yield Diagnostic("event_log", f"{path} is a folder; expected a file")
-    elif not path.parent.is_dir():
-        yield Diagnostic("event_log", f"there is no folder {path.parent}")
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        yield Diagnostic("event_log", f"{path} cannot be written: permission denied")
+    for key, name in (("event_log", settings.event_log), ("record", settings.record)):
+        path = None if name is None else Path(name)
+        if path is None:
+            continue
+        if path.is_dir():
+            yield Diagnostic(key, f"{path} is a folder; expected a file")
+        elif not path.parent.is_dir():
+            yield Diagnostic(key, f"there is no folder {path.parent}")
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            yield Diagnostic(key, f"{path} cannot be written: permission denied")
+    if settings.record is not None and settings.record == settings.event_log:
+        yield Diagnostic("record", f"{settings.record} is the event log; give the recording a file of its own")
 
 
 def _check_tls(tls: Tls) -> Iterator[Diagnostic]:

@@ -262,8 +262,11 @@ class ChatEncoder(openai.StreamEncoder):
             delta, logprobs = self._text_delta(choice, event), _logprobs(event.logprobs)
         elif isinstance(event, ReasoningDelta):
             delta = self._reasoning_delta(choice, event)
-        else:
+        elif isinstance(event, ToolCallStart | ToolCallDelta):
             delta = self._call_delta(choice, event)
+        else:
+            # Requests of this protocol have no tool servers.
+            return b""
         token_ids = {}
         if self._delivery.token_ids:
             token_ids["token_ids"] = tokens = getattr(event, "tokens", ())

@@ -2,17 +2,19 @@
 
     stream  := message_start ping block* message_delta message_stop
     block   := content_block_start content_block_delta* content_block_stop
-    message := text | thinking | redacted_thinking | tool_use blocks, in the order of the reply
+    message := compaction? (text | thinking | redacted_thinking | tool_use | mcp_tool_use | mcp_tool_result)* blocks, in
+               the order of the reply
 
 Rules
 1. `system` comes first; messages with the system role stay where they are.
 2. The blocks of `system` become paragraphs. A billing header in its first line is removed: it changes with every
    session, so a prompt that starts with it would never be found in a cache.
-3. Tool results become messages of their own, before the rest of their message.
+3. Tool results become messages of their own, before the rest of their message. Those of MCP servers split it.
 4. In a stream, one block is open at a time; its index is its position in the message. The last delta of a thinking
    block is its signature: that of the upstream server, or one made here. A call without arguments has one empty delta.
-5. Tokens that are read from or written to the cache are not counted in `input_tokens`.
-6. The reply continues a last message of the assistant that ends with text or thinking. An empty one is left out. As in
+5. While a conversation is compacted, pings keep the stream alive. Its usage is known at the end.
+6. Tokens that are read from or written to the cache are not counted in `input_tokens`.
+7. The reply continues a last message of the assistant that ends with text or thinking. An empty one is left out. As in
    Anthropic's API, the text must not end with white space.
 """
 
@@ -24,6 +26,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from dragoman.core.edits import Compacting, ContextEdited, ContextEvent
 from dragoman.core.errors import BadRequest, DragomanError, ThreadUnsupported
 from dragoman.core.events import (
     Event,
@@ -33,6 +36,9 @@ from dragoman.core.events import (
     TextDelta,
     ToolCallDelta,
     ToolCallStart,
+    ToolOutput,
+    ToolsListed,
+    TurnEnded,
     Usage,
 )
 from dragoman.core.features import Feature
@@ -46,13 +52,15 @@ from dragoman.core.request import (
     Message,
     Reasoning,
     Sampling,
+    Summary,
     Text,
     Thinking,
+    ToolCall,
     ToolResult,
 )
 from dragoman.protocols import json_body, thinking
 from dragoman.protocols.errors import encode_anthropic_error
-from dragoman.protocols.messages import blocks, tools
+from dragoman.protocols.messages import blocks, context, mcp, tools
 from dragoman.protocols.messages.tools import AnthropicToolChoice
 from dragoman.protocols.openai import NEUTRAL, Count, Int64, Probability, check_stop
 
@@ -63,13 +71,16 @@ STOP_REASONS: dict[FinishReason, str] = {
     "length": "max_tokens",
     "tool_calls": "tool_use",
     "content_filter": "refusal",
+    "compaction": "compaction",
 }
 DELTAS = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
+    "mcp_tool_use": ("input_json_delta", "partial_json"),
 }
 """The delta type of each block type, and the name of its text."""
+CALLS = ("tool_use", "mcp_tool_use")
 EMPTY_BLOCKS = {"text": {"type": "text", "text": ""}, "thinking": {"type": "thinking", "thinking": "", "signature": ""}}
 
 
@@ -100,10 +111,13 @@ class MessagesFields(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     system: blocks.Content | None = None
     tools: list[dict[str, Any]] | None = None
+    mcp_servers: list[dict[str, Any]] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: AnthropicThinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
+    context_management: Any = None
+    compaction: Any = None
     stop_sequences: list[str] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Probability | None = None
@@ -114,7 +128,7 @@ class MessagesFields(msgspec.Struct, frozen=True, kw_only=True):
 
 HARMLESS = frozenset({"metadata", "cache_control", "betas", "anthropic_version", "anthropic_beta", "thread"})
 """Unknown fields that do not affect the reply."""
-NO_EFFECT: dict[str, Any] = {"service_tier": ("auto", "standard_only"), "speed": ("standard",), "mcp_servers": ([],)}
+NO_EFFECT: dict[str, Any] = {"service_tier": ("auto", "standard_only"), "speed": ("standard",)}
 """Values without effect of fields that are not supported."""
 
 
@@ -138,7 +152,8 @@ def decode_count(body: bytes) -> GenerationRequest:
     if not fields.messages:
         raise BadRequest("messages: at least one message is needed", param="messages")
     asked = [Asked(Feature.CHAT, "messages"), *_asked_fields(fields, parsed)]
-    offered, choice = tools.decode(fields.tools or [], fields.tool_choice, asked)
+    servers = mcp.decode(parsed, asked)
+    offered, choice = tools.decode(fields.tools or [], fields.tool_choice, asked, bool(servers))
     top_k = 0 if fields.top_k == -1 else fields.top_k  # Some clients send -1 for no limit.
     for at, stop in enumerate(fields.stop_sequences or ()):
         check_stop(stop, f"stop_sequences[{at}]")
@@ -150,8 +165,10 @@ def decode_count(body: bytes) -> GenerationRequest:
         model=fields.model or "",
         messages=messages,
         continues_last=continues_last,
+        edits=context.decode_edits(parsed, asked),
         tools=offered,
         tool_choice=choice,
+        tool_servers=servers,
         constraint=_constraint(fields, asked),
         thinking=_thinking(fields, parsed, asked),
         sampling=Sampling(temperature=fields.temperature, top_p=fields.top_p, top_k=top_k, seed=fields.seed),
@@ -171,24 +188,14 @@ def _asked_fields(fields: MessagesFields, parsed: dict[str, Any]) -> list[Asked]
     asked = [Asked(Feature(name), name) for name in names if getattr(fields, name) not in (None, NEUTRAL.get(name))]
     if fields.stop_sequences:
         asked.append(Asked(Feature.STOP, "stop_sequences"))
-    for name in json_body.unknown_fields(parsed, MessagesFields):
-        value = parsed[name]
-        if name == "context_management":
-            value = _edits(value)
-        if value is not None and name not in HARMLESS and value not in NO_EFFECT.get(name, ()):
-            asked.append(Asked(Feature.UNKNOWN, name))
+    unknown = [
+        name
+        for name in json_body.unknown_fields(parsed, MessagesFields)
+        if name not in HARMLESS and parsed[name] not in NO_EFFECT.get(name, ())
+    ]
     config = parsed.get("output_config") or {}
-    unknown = json_body.unknown_fields(config, OutputConfig)
-    return asked + [Asked(Feature.UNKNOWN, f"output_config.{name}") for name in unknown]
-
-
-def _edits(management: Any) -> Any:
-    """Return the edits other than "keep all thinking", which needs no action."""
-    edits = management.get("edits") if isinstance(management, dict) else management
-    if not isinstance(edits, list):
-        return edits
-    keeps_all = {"type": "clear_thinking_20251015", "keep": "all"}
-    return [edit for edit in edits if edit != keeps_all] or None
+    unknown += [f"output_config.{name}" for name in json_body.unknown_fields(config, OutputConfig)]
+    return asked + [Asked(Feature.UNKNOWN, name) for name in unknown]
 
 
 def _constraint(fields: MessagesFields, asked: list[Asked]) -> Constraint | None:
@@ -217,18 +224,26 @@ def _messages(
 ) -> tuple[tuple[Message, ...], bool]:
     """Return the messages, and whether the reply continues the last one."""
     decoded = [] if system is None else _system(system, "system", asked)
-    for at, message in enumerate(messages):
+    start, first_block = context.find_compaction([message.content for message in messages]) or (0, 0)
+    for at, message in enumerate(messages[start:], start):
         path = f"messages[{at}].content"
         if message.role == "system":
             decoded += _system(message.content, path, asked)
             continue
-        parts = blocks.decode(message.content, path, asked, blocks.ALLOWED[message.role])
-        results = [Message("tool", (part,)) for part in parts if isinstance(part, ToolResult)]
-        others = tuple(part for part in parts if not isinstance(part, ToolResult))
-        decoded += results
-        if others or not results:
+        first = first_block if at == start else 0
+        parts = blocks.decode(message.content, path, asked, blocks.ALLOWED[message.role], first)
+        separate = [Message("user", (part,)) for part in parts if isinstance(part, Summary)]
+        if message.role == "assistant":
+            rest = [part for part in parts if not isinstance(part, Summary)]
+            decoded += separate
+            decoded += mcp.split_turns(rest) if rest or not separate else ()
+            continue
+        separate += [Message("tool", (part,)) for part in parts if isinstance(part, ToolResult)]
+        others = tuple(part for part in parts if not isinstance(part, ToolResult | Summary))
+        decoded += separate
+        if others or not separate:
             decoded.append(Message(message.role, others))
-    if messages[-1].role != "assistant":
+    if not messages or not messages[-1].role == "assistant" == decoded[-1].role:
         return tuple(decoded), False
     last = decoded[-1]
     if len(decoded) > 1 and all(part == Text("") for part in last.parts):
@@ -262,6 +277,18 @@ class MessagesEncoder:
         """Text of the open thinking or tool_use block."""
         self._signature: str | None = None
         """The upstream server's signature of the open thinking block."""
+        self._is_started = False
+        self._edited: ContextEdited | None = None
+
+    def feed_context(self, event: ContextEvent) -> bytes:
+        if isinstance(event, Compacting):
+            return PING if self._is_started else self._begin(Started())
+        self._edited = event
+        if event.compaction is None:
+            return b""
+        opening = b"" if self._is_started else self._begin(Started())
+        self._index += 1
+        return opening + b"".join(map(_frame, context.stream_block(event.compaction, self._index, self._request.edits)))
 
     def feed(self, choice: int, events: Sequence[Event]) -> bytes:
         if self._open == "text":
@@ -276,17 +303,28 @@ class MessagesEncoder:
         if isinstance(event, ReasoningDelta):
             return self._reasoning(event)
         if isinstance(event, ToolCallStart):
-            return self._start({"type": "tool_use", "id": event.id, "name": event.name, "input": {}})
+            return self._start(blocks.encode_part(ToolCall(event.id, event.name, "", event.server)))
         if isinstance(event, ToolCallDelta):
             # A faulty upstream server may send more arguments after the block of a call has ended.
-            return self._piece("tool_use", event.arguments) if self._open == "tool_use" else b""
+            return self._piece(self._open or "", event.arguments) if self._open in CALLS else b""
+        if isinstance(event, ToolOutput):
+            return self._start(mcp.encode_output(event)) + self._stop()
+        if isinstance(event, TurnEnded):
+            return self._stop()
+        if isinstance(event, ToolsListed):
+            return b""
         if isinstance(event, Started):
-            usage = Usage(event.prompt_tokens, cached=event.cached_tokens, kept=event.kept_tokens)
-            message = _message(self._request, [], None, None, usage)
-            return _frame({"type": "message_start", "message": message}) + PING
-        delta = _stop_fields(event.reason, event.stop)
-        counts = _encode_usage(event.usage or Usage())
-        return self._stop() + _frame({"type": "message_delta", "delta": delta, "usage": counts})
+            return b"" if self._is_started else self._begin(event)
+        delta, usage = _stop_fields(event.reason, event.stop), event.usage or Usage()
+        counts = _encode_usage(usage) | context.encode_iterations(self._edited, usage, _encode_usage)
+        edited = context.encode_edited(self._request.edits, self._edited)
+        return self._stop() + _frame({"type": "message_delta", "delta": delta, "usage": counts, **edited})
+
+    def _begin(self, started: Started) -> bytes:
+        self._is_started = True
+        usage = Usage(started.prompt_tokens, cached=started.cached_tokens, kept=started.kept_tokens)
+        message = _message(self._request, [], None, None, usage)
+        return _frame({"type": "message_start", "message": message}) + PING
 
     def _reasoning(self, event: ReasoningDelta) -> bytes:
         if not event.signature:
@@ -327,10 +365,10 @@ class MessagesEncoder:
             return b""
         last = b""
         if self._open == "thinking":
-            signature = self._signature or blocks.sign("".join(self._pieces))
+            signature = self._signature or blocks.SIGNATURE.sign("".join(self._pieces))
             delta = {"type": "signature_delta", "signature": signature}
             last = _frame({"type": "content_block_delta", "index": self._index, "delta": delta})
-        elif self._open == "tool_use" and not self._pieces:
+        elif self._open in CALLS and not self._pieces:
             last = self._deltas([""])
         self._open, self._signature = None, None
         self._pieces.clear()
@@ -345,8 +383,11 @@ class MessagesEncoder:
 
 def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict[str, Any]:
     choice = reply.choices[0]
-    encoded = [blocks.encode_part(part) for part in choice.parts]
-    return _message(request, encoded, choice.reason, choice.stop, reply.usage)
+    encoded = [] if reply.compaction is None else [context.encode_block(reply.compaction)]
+    encoded += [mcp.encode_result(part) or blocks.encode_part(part) for part in choice.parts]
+    message = _message(request, encoded, choice.reason, choice.stop, reply.usage)
+    message["usage"] |= context.encode_iterations(reply.edited, reply.usage, _encode_usage)
+    return message | context.encode_edited(request.edits, reply.edited)
 
 
 def _message(
@@ -362,12 +403,9 @@ def _message(
         "ephemeral_5m_input_tokens": 0 if is_long else usage.kept,
         "ephemeral_1h_input_tokens": usage.kept if is_long else 0,
     }
-    counts = _encode_usage(usage) | {"cache_creation": created, "service_tier": _service_tier(request)}
+    tier = "batch" if request.priority == "batch" else "standard"
+    counts = _encode_usage(usage) | {"cache_creation": created, "service_tier": tier}
     return message | _stop_fields(reason, stop) | {"usage": counts}
-
-
-def _service_tier(request: GenerationRequest) -> str:
-    return "batch" if request.priority == "batch" else "standard"
 
 
 def _stop_fields(reason: FinishReason | None, stop: str | None) -> dict[str, Any]:
@@ -387,8 +425,10 @@ def _encode_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def encode_count(tokens: int) -> dict[str, int]:
-    return {"input_tokens": tokens}
+def encode_count(tokens: int, original: int | None = None) -> dict[str, Any]:
+    """`original` is the number before the edits of the request, if it has any."""
+    counted: dict[str, Any] = {"input_tokens": tokens}
+    return counted if original is None else counted | {context.FIELD: {"original_input_tokens": original}}
 
 
 def format_reset(seconds: float) -> str:

@@ -2,7 +2,8 @@
 
 tool        := {name, input_schema, …}                            run by the client
              | {type: bash_* | text_editor_* | …, name, …}        run by the client, defined by Anthropic
-             | {type, …}                                          run by a server: unsupported, added to `asked`
+             | {type: mcp_toolset, …}                             run by a server, see `mcp`
+             | {type, …}                                          run by another server: unsupported, added to `asked`
 tool_choice := {type: auto | any | tool | none, name?, disable_parallel_tool_use?}
 
 The types of Anthropic's own tools are bash_*, text_editor_*, computer_* and memory_*, where * is the date of a version.
@@ -17,6 +18,7 @@ from dragoman.core.errors import BadRequest, quote
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked, Tool, ToolChoice
 from dragoman.protocols import json_body
+from dragoman.protocols.messages.mcp import TOOLSET
 from dragoman.protocols.tools import check_count, decode_tool, duplicate_error, no_tools_error
 
 Schema = dict[str, Any]
@@ -39,8 +41,9 @@ class AnthropicToolChoice(msgspec.Struct, frozen=True):
 
 
 def decode(
-    fields: list[dict[str, Any]], choice: AnthropicToolChoice | None, asked: list[Asked]
+    fields: list[dict[str, Any]], choice: AnthropicToolChoice | None, asked: list[Asked], has_servers: bool = False
 ) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """`has_servers`: whether servers have more tools, which are not known yet."""
     check_count(len(fields), "tools")
     tools: dict[str, Tool] = {}
     for at, raw in enumerate(fields):
@@ -52,12 +55,14 @@ def decode(
             tools[tool.name] = tool
     if tools:
         asked.append(Asked(Feature.TOOLS, "tools"))
-    return tuple(tools.values()), _choice(choice, tools, fields, asked)
+    return tuple(tools.values()), _choice(choice, tools, fields, asked, has_servers)
 
 
 def _tool(raw: dict[str, Any], path: str, asked: list[Asked]) -> Tool | None:
     field = json_body.convert(raw, AnthropicTool, path)
     description, schema = field.description, field.input_schema
+    if field.type == TOOLSET:
+        return None
     if field.type not in (None, "custom"):
         definition = _definition(field.type or "", raw)
         if definition is None:
@@ -70,7 +75,11 @@ def _tool(raw: dict[str, Any], path: str, asked: list[Asked]) -> Tool | None:
 
 
 def _choice(
-    field: AnthropicToolChoice | None, tools: dict[str, Tool], raw: list[dict[str, Any]], asked: list[Asked]
+    field: AnthropicToolChoice | None,
+    tools: dict[str, Tool],
+    raw: list[dict[str, Any]],
+    asked: list[Asked],
+    has_servers: bool,
 ) -> ToolChoice:
     if field is None:
         return ToolChoice()
@@ -79,6 +88,9 @@ def _choice(
         return ToolChoice("none" if field.type == "none" else "auto", None, parallel)
     if field.type == "tool" and field.name is None:
         raise json_body.missing_field("tool_choice.name")
+    if has_servers:
+        asked.append(Asked(Feature.CONSTRAINT, "tool_choice"))
+        return ToolChoice("required" if field.type == "any" else "named", field.name, parallel)
     if field.type == "any":
         runs_on_server = bool(raw) and not tools
     else:

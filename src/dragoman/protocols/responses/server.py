@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from dragoman.core.edits import Compact
 from dragoman.core.errors import BadRequest, NotFound, NotSupported, quote
 from dragoman.core.features import Feature
 from dragoman.core.request import (
@@ -24,7 +25,7 @@ from dragoman.core.request import (
     Text,
 )
 from dragoman.protocols import json_body, openai, thinking
-from dragoman.protocols.responses import items, tools
+from dragoman.protocols.responses import compaction_items, items, mcp, tools
 from dragoman.protocols.responses.calls import ClientTool
 from dragoman.protocols.responses.tools import ToolChoiceField
 
@@ -96,6 +97,7 @@ class ResponseFields(openai.SamplingFields, frozen=True, kw_only=True):
     reasoning: ReasoningSettings | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    context_management: list[Any] | None = None
     service_tier: str | None = None
     stream_options: ResponseStreamOptions | None = None  # type: ignore[assignment]
     metadata: Metadata | None = None
@@ -111,6 +113,8 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     fields: ResponseFields
     items: list[items.LocatedItem]
     """The input, with references to stored items."""
+    generates: bool = True
+    """False: the request only prepares the next one on its WebSocket, so it may have no input."""
 
     @property
     def conversation(self) -> str | None:
@@ -149,10 +153,13 @@ class ResponseRequest(msgspec.Struct, frozen=True):
 
 
 def parse(body: bytes) -> ParsedRequest:
-    parsed = json_body.parse(body)
+    return read(json_body.parse(body))
+
+
+def read(parsed: dict[str, Any], generates: bool = True) -> ParsedRequest:
     fields = json_body.convert(parsed, ResponseFields)
     _check_supported(fields)
-    return ParsedRequest(parsed, fields, items.locate(() if fields.input is None else fields.input))
+    return ParsedRequest(parsed, fields, items.locate(() if fields.input is None else fields.input), generates)
 
 
 def _check_supported(fields: ResponseFields) -> None:
@@ -162,6 +169,10 @@ def _check_supported(fields: ResponseFields) -> None:
     if fields.conversation is not None and fields.previous_response_id is not None:
         message = "conversation: cannot be combined with previous_response_id; send one of them"
         raise BadRequest(message, param="conversation")
+    secret = mcp.find_secret_field(fields.tools or ()) if fields.background else None
+    if secret is not None:
+        message = f"{secret}: a background request is stored, so it must not contain credentials; "
+        raise BadRequest(f"{message}name a server of the configuration instead", param=secret)
     if fields.prompt is not None:
         raise NotSupported("prompt: stored prompts are not supported; send the text as instructions", param="prompt")
     if fields.n is not None and fields.n > 1:
@@ -183,20 +194,33 @@ def decode(
     parsed_request: ParsedRequest,
     earlier: Sequence[dict[str, Any]] = (),
     referenced: Mapping[str, dict[str, Any]] | None = None,
+    compacts: bool = False,
 ) -> ResponseRequest:
-    """`earlier` are the items of the previous response or of the conversation; `referenced` the stored items by id."""
+    """`earlier` are the items of the previous response or of the conversation; `referenced` the stored items by id.
+
+    A request that `compacts` is answered with a compaction.
+    """
     asked = [Asked(Feature.CHAT, "input"), *openai.requested_features(parsed_request.fields, parsed_request.parsed)]
-    sent = _resolve_references(parsed_request.items, referenced or {}, asked)
+    resolved = _resolve_references(parsed_request.items, referenced or {}, asked)
+    sent, trigger = compaction_items.take_trigger(resolved)
     path = "previous_response_id" if parsed_request.conversation is None else "conversation"
-    located = [(path, items.kind_of(item, path), item) for item in earlier] + sent
-    items.check_count(len(located))
+    before = [(path, items.kind_of(item, path), item) for item in earlier]
+    items.check_count(len(before) + len(sent))
+    located = items.window([*before, *sent])
     fields = _apply_updates(parsed_request.fields, sent)
     toolset = tools.decode(fields.tools or (), items.tools_of(located), asked)
     choice, left = tools.choose(fields.tool_choice, fields.parallel_tool_calls is not False, toolset, asked)
     system = (Message("system", (Text(fields.instructions),)),) if fields.instructions else ()
-    messages = (*system, *items.decode(located, toolset, asked))
-    if not messages:
+    history = mcp.McpHistory(located)
+    messages = (*system, *items.decode(located, toolset, asked, history))
+    if not messages and parsed_request.generates:
         raise _empty_input(asked)
+    edits = compaction_items.decode_setting(fields.context_management or (), asked)
+    if compacts or trigger is not None:
+        edits = (Compact(trigger or "input", stops=True),)
+    if compacts:
+        sent_fields = parsed_request.parsed
+        asked += [Asked(Feature.UNKNOWN, name) for name in ("stream", "background", "store") if sent_fields.get(name)]
     _note_options(fields, parsed_request.parsed, asked)
     wants_logprobs = LOGPROBS in (fields.include or ()) or bool(fields.top_logprobs)
     if wants_logprobs:
@@ -204,18 +228,24 @@ def decode(
     request = GenerationRequest(
         **openai.decode_common(fields),
         messages=messages,
-        tools=left,
+        edits=edits,
+        tools=left.tools,
         tool_choice=choice,
+        tool_servers=history.with_listings(left.servers),
+        approved_calls=history.check_approved(toolset.servers),
+        max_tool_calls=fields.max_tool_calls,
         constraint=_constraint((fields.text or TextField()).format, asked),
         thinking=thinking.resolve({"reasoning": {"effort": fields.reasoning and fields.reasoning.effort}}, asked),
         max_tokens=fields.max_output_tokens,
         logprobs=Logprobs(fields.top_logprobs or 0) if wants_logprobs else None,
-        delivery=Delivery(stream=bool(fields.stream), usage=True),
+        delivery=Delivery(stream=bool(fields.stream) and not compacts, usage=True),
         asked=tuple(asked),
         extra=json_body.extra_fields(parsed_request.parsed, asked),
     )
+    own = {id(item) for _, _, item in sent}
     conversation = [item for _, _, item in located]
-    return ResponseRequest(request, _response_context(parsed_request, toolset, conversation, len(sent)))
+    added = sum(id(item) in own for item in conversation)
+    return ResponseRequest(request, _response_context(parsed_request, toolset, conversation, added))
 
 
 def _empty_input(asked: Sequence[Asked]) -> BadRequest:
@@ -340,6 +370,8 @@ def _echoed_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tool as it was sent, with the fields that a tool of its type always has."""
     if tool.get("type") == "function":
         return {"description": None, "parameters": None, **tool, "strict": bool(tool.get("strict"))}
+    if tool.get("type") == tools.MCP:
+        return mcp.echoed_tool(tool)
     if tool.get("type") == "namespace":
         return {**tool, "description": tool.get("description") or "", "tools": list(tool.get("tools") or ())}
     return dict(tool)

@@ -4,8 +4,9 @@
           | {type: custom, name, description, format: text | grammar}
           | {type: namespace, name, description, tools: tool*}
           | {type: local_shell | shell | apply_patch | tool_search}
+          | {type: mcp, server_label, …}                                 see `mcp`
           | {type: …}                                                    a hosted tool, which the server would run
-    tool_choice := none | auto | required | {type, name, namespace}
+    tool_choice := none | auto | required | {type, name, namespace} | {type: mcp, server_label, name}
                  | {type: allowed_tools, mode: auto | required, tools: ({type, name})*}
 
 Rules
@@ -13,6 +14,7 @@ Rules
    tool without one or in the default namespace `functions`.
 2. Hosted tools are accepted but not offered to the model; the response headers name them.
 3. Tools in the input (`additional_tools`, `tool_search_output`) are added, or replace a tool of the same name.
+4. The choice of an MCP server without the name of a tool means: only its tools are offered, and one of them is called.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,13 +25,16 @@ import msgspec
 from dragoman.core.errors import BadRequest, quote
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked, Tool, ToolChoice
+from dragoman.core.tool_servers import ToolServer, function_name
 from dragoman.protocols import json_body
+from dragoman.protocols.responses import mcp
 from dragoman.protocols.responses.calls import DESCRIPTIONS, SCHEMAS, ClientTool, Kind
 from dragoman.protocols.tools import check_count, check_name, decode_tool, duplicate_error, no_tools_error
 
 CLIENT_RUN: dict[str, Kind] = {kind: kind for kind in DESCRIPTIONS}
 """The tools without a name that the client runs."""
-KNOWN = {"function", "custom", "namespace", *CLIENT_RUN}
+MCP = "mcp"
+KNOWN = {"function", "custom", "namespace", MCP, *CLIENT_RUN}
 ChoiceTargets = dict[tuple[str, str | None, str | None], list[str]]
 """The function names that a choice selects, by its type, name and namespace."""
 
@@ -38,6 +43,7 @@ class ResponseToolChoice(msgspec.Struct, frozen=True):
     type: str
     name: str | None = None
     namespace: str | None = None
+    server_label: str | None = None
     mode: Literal["auto", "required"] = "auto"
     tools: list[dict[str, Any]] | None = None
 
@@ -75,6 +81,11 @@ class ToolSet(msgspec.Struct, frozen=True):
     client_tools: Mapping[str, ClientTool] = {}
     """By function name."""
     names: Mapping[ClientTool, str] = {}
+    servers: tuple[ToolServer, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.tools and not self.servers
 
     def function_name(self, kind: Kind, name: str, namespace: str | None) -> str:
         """Return the function name of a tool, even of a tool that only an earlier turn had."""
@@ -94,16 +105,18 @@ def decode(
     decoder.replaces = True
     for path, more in additional:
         decoder.read(path, more)
-    if decoder.tools:
-        asked.append(Asked(Feature.TOOLS, "tools" if tools else "input"))
     names = {tool: name for name, tool in decoder.client_tools.items()}
-    return ToolSet(tuple(decoder.tools.values()), decoder.client_tools, names)
+    toolset = ToolSet(tuple(decoder.tools.values()), decoder.client_tools, names, tuple(decoder.servers.values()))
+    if not toolset.is_empty:
+        asked.append(Asked(Feature.TOOLS, "tools" if tools else "input"))
+    return toolset
 
 
 class _ToolDecoder:
     def __init__(self, asked: list[Asked]) -> None:
         self.tools: dict[str, Tool] = {}
         self.client_tools: dict[str, ClientTool] = {}
+        self.servers: dict[str, ToolServer] = {}
         self.replaces = False
         self._asked = asked
 
@@ -116,6 +129,9 @@ class _ToolDecoder:
                 raise json_body.missing_field(f"{inner}.type")
             if kind not in KNOWN:
                 self._asked.append(Asked(Feature.SERVER_TOOLS, inner))
+                continue
+            if kind == MCP and space is None:
+                self._add_server(inner, raw)
                 continue
             tool = json_body.convert(raw, ResponseTool, inner)
             # The description of a namespace is added to its first tool only.
@@ -161,6 +177,15 @@ class _ToolDecoder:
         self.tools[name] = msgspec.structs.replace(tool, name=name)
         check_count(len(self.tools), path.partition("[")[0])
 
+    def _add_server(self, path: str, raw: dict[str, Any]) -> None:
+        server = mcp.decode_server(raw, path, self._asked)
+        if server.headers and self.replaces:
+            raise BadRequest(f"{path}: items are stored; put a tool with credentials into tools", param=path)
+        if server.label in self.servers and not self.replaces:
+            param = f"{server.path}.server_label"
+            raise BadRequest(f"{param}: duplicate label {server.label!r}", param=param)
+        self.servers[server.label] = server
+
     def _unique_name(self, tool: ClientTool, path: str) -> str:
         name = _flat_name(tool.namespace, tool.name)
         while (other := self.client_tools.get(name)) and (other.name, other.namespace) != (tool.name, tool.namespace):
@@ -180,27 +205,39 @@ def _join_lines(*texts: str | None) -> str:
     return "\n".join(text for text in texts if text)
 
 
-def choose(
-    field: ToolChoiceField, parallel: bool, toolset: ToolSet, asked: list[Asked]
-) -> tuple[ToolChoice, tuple[Tool, ...]]:
+def choose(field: ToolChoiceField, parallel: bool, toolset: ToolSet, asked: list[Asked]) -> tuple[ToolChoice, ToolSet]:
     """Return the choice and the tools that it allows."""
     if isinstance(field, ResponseToolChoice):
         if field.type == "allowed_tools":
             return _allowed(field, parallel, toolset, asked)
-        return _named(field, parallel, toolset, asked), toolset.tools
+        if field.type == MCP and field.server_label is not None:
+            return _choose_server(field.server_label, field.name, parallel, toolset, asked)
+        return _named(field, parallel, toolset, asked), toolset
     if field == "required":
-        return _required(parallel, toolset.tools, asked), toolset.tools
-    return ToolChoice(field or "auto", None, parallel), toolset.tools
+        return _required(parallel, toolset, asked), toolset
+    return ToolChoice(field or "auto", None, parallel), toolset
 
 
-def _required(parallel: bool, tools: Sequence[Tool], asked: list[Asked]) -> ToolChoice:
-    if tools:
+def _required(parallel: bool, toolset: ToolSet, asked: list[Asked]) -> ToolChoice:
+    if not toolset.is_empty:
         asked.append(Asked(Feature.CONSTRAINT, "tool_choice"))
         return ToolChoice("required", None, parallel)
     if not any(entry.feature == Feature.SERVER_TOOLS for entry in asked):
         raise no_tools_error("tool_choice")
     asked.append(Asked(Feature.SERVER_TOOLS, "tool_choice"))
     return ToolChoice("auto", None, parallel)
+
+
+def _choose_server(
+    label: str, tool: str | None, parallel: bool, toolset: ToolSet, asked: list[Asked]
+) -> tuple[ToolChoice, ToolSet]:
+    chosen = tuple([server for server in toolset.servers if server.label == label])
+    if not chosen:
+        raise BadRequest(f"tool_choice.server_label: unknown server {quote(label)}", param="tool_choice.server_label")
+    asked.append(Asked(Feature.CONSTRAINT, "tool_choice"))
+    if tool is not None:
+        return ToolChoice("named", function_name(label, tool), parallel), toolset
+    return ToolChoice("required", None, parallel), msgspec.structs.replace(toolset, tools=(), servers=chosen)
 
 
 def _named(field: ResponseToolChoice, parallel: bool, toolset: ToolSet, asked: list[Asked]) -> ToolChoice:
@@ -235,20 +272,28 @@ def _matching(field: ResponseToolChoice, targets: ChoiceTargets) -> Sequence[str
 
 def _allowed(
     field: ResponseToolChoice, parallel: bool, toolset: ToolSet, asked: list[Asked]
-) -> tuple[ToolChoice, tuple[Tool, ...]]:
+) -> tuple[ToolChoice, ToolSet]:
     check_count(len(field.tools or ()), "tool_choice.tools")
     targets = _choice_targets(toolset)
     names: set[str] = set()
+    labels: set[str | None] = set()
     for at, entry in enumerate(field.tools or ()):
         path = f"tool_choice.tools[{at}]"
         allowed = json_body.convert(entry, ResponseToolChoice, path)
+        if allowed.type == MCP:
+            labels.add(allowed.server_label)
+            continue
         found = _matching(allowed, targets)
         if not found and allowed.type in ("function", "custom", "namespace"):
             raise BadRequest(f"{path}: no tool of this request matches", param=path)
         if not found:
             asked.append(Asked(Feature.SERVER_TOOLS, path))
         names.update(found)
-    left = tuple(tool for tool in toolset.tools if tool.name in names)
+    left = msgspec.structs.replace(
+        toolset,
+        tools=tuple([tool for tool in toolset.tools if tool.name in names]),
+        servers=tuple([server for server in toolset.servers if server.label in labels]),
+    )
     if field.mode == "required":
         return _required(parallel, left, asked), left
     return ToolChoice("auto", None, parallel), left

@@ -11,12 +11,14 @@ The end of the connection ends the front end. `id` is the id of a request, as in
     `MethodCall` gets a `MethodResult`: methods of the engine, and those of `ARGUMENTS`
 
     enter_quota                                 counts the request against the quota of its key, which the parent holds
-    acquire_lease, start_lease, acquire_slot    as those of a `ModelLease`
+    acquire_lease, start_lease, load_model      as those of a `ModelLease`
+    acquire_slot                                as that of its slots
     relay                                       the parent answers an unchanged request
     check_responses, keep_response, ...         as the methods of `StoredResponses`; these belong to no request
     start_background                            as `start` of the background responses
     add_file, find_file                         as those of the stored files
     add_batch, find_batch                       as those of the batches
+    list_tools, call_tool                       as those of the tool servers
 """
 
 from typing import Any, Literal
@@ -25,6 +27,8 @@ import msgspec
 
 from dragoman.config.settings import Settings
 from dragoman.core.reply import RateLimitState
+from dragoman.core.request import ToolCall
+from dragoman.core.tool_servers import ToolServer
 from dragoman.ipc.messages import (
     Call,
     Cancel,
@@ -151,6 +155,7 @@ ARGUMENTS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "enter_quota": msgspec.msgpack.Decoder(tuple[bytes, bytes]),
     "acquire_lease": msgspec.msgpack.Decoder(tuple[AcquireLease]),
     "start_lease": msgspec.msgpack.Decoder(tuple[()]),
+    "load_model": msgspec.msgpack.Decoder(tuple[()]),
     "acquire_slot": msgspec.msgpack.Decoder(tuple[()]),
     "relay": msgspec.msgpack.Decoder(tuple[dict[str, Any], bytes]),
     "check_responses": msgspec.msgpack.Decoder(tuple[str]),
@@ -167,6 +172,8 @@ ARGUMENTS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "find_file": msgspec.msgpack.Decoder(tuple[str, str]),
     "add_batch": msgspec.msgpack.Decoder(tuple[NewBatch]),
     "find_batch": msgspec.msgpack.Decoder(tuple[str, Api, str]),
+    "list_tools": msgspec.msgpack.Decoder(tuple[str, tuple[ToolServer, ...], tuple[str, ...]]),
+    "call_tool": msgspec.msgpack.Decoder(tuple[str, ToolServer, ToolCall]),
 }
 """The methods of the parent that a request can call, with the types of their arguments."""
 

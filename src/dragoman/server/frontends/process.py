@@ -35,6 +35,7 @@ from dragoman.server.frontends.remote import (
     RemoteQuotaLease,
     RemoteResponses,
     RemoteTelemetry,
+    RemoteToolServers,
 )
 from dragoman.server.http.server import HttpServer, tune_memory
 from dragoman.server.http_exchange import HttpExchange
@@ -55,6 +56,7 @@ class FrontEndApp(BaseApp):
         self.background = RemoteBackground(parent)
         self.files = RemoteFiles(parent)
         self.batches = RemoteBatches(parent)
+        self.tool_servers = RemoteToolServers(parent)
         self.blobs = BlobStore(blob_directory(settings.storage))
         self._parent = parent
 
@@ -64,6 +66,7 @@ class FrontEndApp(BaseApp):
         while self.exchanges and loop.time() < deadline:  # noqa: ASYNC110 (once)
             await asyncio.sleep(POLL_SECONDS)
         await self.tasks.finish()
+        await self._close_recording()
         self._authenticator.close()
 
     def configure(self, settings: Settings) -> None:

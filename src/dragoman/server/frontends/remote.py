@@ -1,4 +1,4 @@
-"""Gives a front end access to the models, quotas, stored responses, files, batches and telemetry of its parent."""
+"""Gives a front end access to the models, quotas, storage, tool servers and telemetry of its parent."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -8,9 +8,10 @@ import msgspec
 from dragoman.config.settings import Settings
 from dragoman.core import loop_guard
 from dragoman.core.errors import DECODE_ERRORS
-from dragoman.core.events import Listener
+from dragoman.core.events import Listener, ToolOutput, ToolsListed
 from dragoman.core.reply import RateLimitState
-from dragoman.core.request import GenerationRequest
+from dragoman.core.request import GenerationRequest, ToolCall
+from dragoman.core.tool_servers import ToolServer
 from dragoman.ipc.engine_client import EngineClient, ProxyEngine, RemoteStream, encode_request, make_method_call
 from dragoman.ipc.framing import MessageConnection
 from dragoman.ipc.messages import Call, EngineInfo, MethodCall, PackedStep, Ping, Pong, decode_packed_step
@@ -134,6 +135,9 @@ class RemoteModelLease(ModelLease):
         assert self._engine is not None
         return RemoteEngine(self._parent, self._id, self._engine)
 
+    async def load(self) -> None:
+        await self._call_parent(make_method_call("load_model"))
+
     async def _call_parent(self, method_call: MethodCall) -> LeaseReply:
         reply = await self._parent.call_method(method_call, LeaseReply, self._id)
         self.label, self.fallbacks, self.queue_us = reply.label, reply.fallbacks, reply.queue_us
@@ -254,6 +258,23 @@ class RemoteBatches:
         method_call = make_method_call("find_batch", principal, api, batch_id)
         found: StoredBatch | None = await self._parent.call_method(method_call, StoredBatch | None)  # type: ignore[arg-type]
         return found
+
+
+class RemoteToolServers:
+    """The parent's connections to tool servers. A call ends when its request does."""
+
+    def __init__(self, parent: ParentConnection) -> None:
+        self._parent = parent
+
+    async def list_tools(
+        self, request_id: str, principal: str, servers: Sequence[ToolServer], wanted: Sequence[str]
+    ) -> tuple[ToolsListed, ...]:
+        method_call = make_method_call("list_tools", principal, tuple(servers), tuple(wanted))
+        return await self._parent.call_method(method_call, tuple[ToolsListed, ...], request_id)
+
+    async def call_tool(self, request_id: str, principal: str, server: ToolServer, call: ToolCall) -> ToolOutput:
+        method_call = make_method_call("call_tool", principal, server, call)
+        return await self._parent.call_method(method_call, ToolOutput, request_id)
 
 
 class RemoteTelemetry:

@@ -10,7 +10,7 @@ Rules
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,10 @@ import msgspec
 from dragoman.core import loop_guard
 from dragoman.core.engine import Engine, WorkerControl
 from dragoman.core.errors import DragomanError, EngineFailed
+from dragoman.core.events import ToolOutput, ToolsListed
 from dragoman.core.features import Feature
-from dragoman.core.request import GenerationRequest
+from dragoman.core.request import GenerationRequest, ToolCall
+from dragoman.core.tool_servers import ToolServer
 from dragoman.ipc.framing import MessageConnection, encode
 from dragoman.ipc.messages import (
     Cancel,
@@ -47,11 +49,11 @@ from dragoman.server.model_lease import LeaseInfo, LocalModelLease
 log = logging.getLogger("dragoman.fronts")
 
 MAX_UNSENT = 256 * 1024 * 1024
-PIPELINE_FEATURES = STAGE_FEATURES | {Feature.COUNT_TOKENS}
+PIPELINE_FEATURES = STAGE_FEATURES | {Feature.COUNT_TOKENS, Feature.RENDER, Feature.THINKING}
 """Features of an engine that matter to the pipeline, which runs in the front end."""
 NO_SERVER: dict[str, Any] = {"asgi": {"version": "3.0"}, "server": None, "extensions": {}}
 """The parts of an ASGI scope that a front end does not send."""
-LEASE_METHODS = ("enter_quota", "acquire_lease", "start_lease")
+LEASE_METHODS = ("enter_quota", "acquire_lease", "start_lease", "load_model")
 """Their answer is a `LeaseReply` even if they fail."""
 
 Handler = Callable[[Any], object]
@@ -144,8 +146,11 @@ class RequestHandlers:
             "enter_quota": self._enter_quota,
             "acquire_lease": self._acquire_lease,
             "start_lease": self._start_lease,
+            "load_model": self._load_model,
             "acquire_slot": self._acquire_slot,
             "relay": self._relay,
+            "list_tools": self._list_tools,
+            "call_tool": self._call_tool,
         }
         responses = app.responses
         stored: dict[str, Callable[..., Awaitable[object]]] = {
@@ -257,9 +262,22 @@ class RequestHandlers:
             raise
         return state.reply()
 
+    async def _load_model(self, state: RequestState) -> LeaseReply:
+        assert state.model_lease is not None
+        await state.model_lease.load()
+        return state.reply()
+
     async def _acquire_slot(self, state: RequestState) -> None:
         assert state.model_lease is not None
         await state.model_lease.slots.acquire()
+
+    async def _list_tools(
+        self, state: RequestState, principal: str, servers: Sequence[ToolServer], wanted: Sequence[str]
+    ) -> Sequence[ToolsListed]:
+        return await self._app.tool_servers.list_tools(state.id, principal, servers, wanted)
+
+    async def _call_tool(self, state: RequestState, principal: str, server: ToolServer, call: ToolCall) -> ToolOutput:
+        return await self._app.tool_servers.call_tool(state.id, principal, server, call)
 
     async def _relay(self, state: RequestState, scope: dict[str, Any], body: bytes) -> messages.RelayReply:
         disconnected = asyncio.Event()

@@ -12,26 +12,31 @@ Rules
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
+from dragoman.core.edits import ContextEdited, ContextEvent
+from dragoman.core.engine import Engine
 from dragoman.core.errors import DragomanError
-from dragoman.core.events import Event, Finished, Started
+from dragoman.core.events import Event, Finished, Started, notify
 from dragoman.core.reply import ReplyBuilder
-from dragoman.core.request import Asked, GenerationRequest
+from dragoman.core.request import Asked, GenerationRequest, Sampling
 from dragoman.core.types import Priority
-from dragoman.pipeline.generate import check_limits, generate, reads_field, unsupported_parameter
+from dragoman.pipeline.context_edits import COMPACTED, edit_context
+from dragoman.pipeline.generate import OnEvents, check_limits, generate, reads_field, unsupported_parameter
 from dragoman.protocols.registry import ReplyEncoding
-from dragoman.protocols.wire_protocol import EVENT_STREAM, Encoder, WireProtocol
+from dragoman.protocols.wire_protocol import EVENT_STREAM, ContextEncoder, Encoder, WireProtocol
 from dragoman.server.auth.callers import Estimate, estimate_prompt_tokens, estimate_tokens
 from dragoman.server.base_app import BaseApp
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LeaseInfo, LeaseRequest, ModelLease
 from dragoman.server.request_timer import stall_error
-from dragoman.server.telemetry.metrics import Meter
+from dragoman.server.telemetry.meter import Meter
+from dragoman.server.tool_rounds import ToolRounds
+from dragoman.server.tool_session import ToolSession
 
 log = logging.getLogger("dragoman.prompts")
 log_server = logging.getLogger("dragoman.server")
@@ -64,6 +69,7 @@ class _Generation:
     _encoder: Encoder
     """Each model that is tried has its own encoder or builder."""
     _builder: ReplyBuilder | None = None
+    _edited: ContextEdited | None = None
     _pending = b""
 
     def __init__(
@@ -81,14 +87,21 @@ class _Generation:
         self._decoded = decoded
         self._format = reply_format
         self._store = store
+        self._tools: ToolSession | None = None
+        if decoded.tool_servers:
+            record = exchange.record
+            self._tools = ToolSession(app.tool_servers, decoded, record.id, record.principal)
 
     async def send_whole(self) -> None:
         request = await self._run(self._decoded)
         assert self._builder is not None
-        reply = self._format.encode_reply(request, int(time.time()), self._builder.reply())
+        reply = self._builder.reply()
+        if self._edited is not None:
+            reply = msgspec.structs.replace(reply, edited=self._edited)
+        encoded = self._format.encode_reply(request, int(time.time()), reply)
         if self._store is not None:
             await self._store()
-        await self._response.send_json(reply)
+        await self._response.send_json(encoded)
 
     async def stream(self) -> None:
         exchange, response = self._exchange, self._response
@@ -118,6 +131,7 @@ class _Generation:
         app, exchange, timer = self._app, self._exchange, self._timer
         limits, record = app.settings.limits, exchange.record
         lease, estimate = app.model_lease(exchange), None
+        self._edited = None
         if not is_fallback:
             estimate = estimate_tokens(decoded, exchange.weight)
         try:
@@ -131,22 +145,16 @@ class _Generation:
                 self._response.is_streaming = self._format.stream_type == EVENT_STREAM
             else:
                 self._builder = ReplyBuilder()
-            prompt_tokens = partial(estimate_prompt_tokens, request, exchange.weight)
-            exchange.meter = Meter(record, app.telemetry.metrics.for_model(info.label), timer.started, prompt_tokens)
+            if self._tools is not None:
+                await self._tools.prepare()
+                request = self._tools.complete(request)
             engine = await lease.start()
             record.queue_us = lease.queue_us
             timer.expect(limits.stall_seconds, stall_error)
-            if app.hooks is None:
-                await generate(engine, request, lease.slots, self._receive, timer.note_running)
-            else:
-                slots = lease.slots
-                await app.hooks.run(
-                    request,
-                    self._receive,
-                    lambda receive: generate(engine, request, slots, receive, timer.note_running),
-                )
+            edited = await self._edit(engine, lease, request, info) if request.edits else request
+            waited = 0.0 if edited is None else await self._generate_reply(engine, lease, edited)
             first_event = timer.started + (record.first_event_us or 0) / 1e6
-            lease.note_speed(record.completion_tokens, timer.last_progress - first_event)
+            lease.note_speed(record.completion_tokens, timer.last_progress - first_event - waited)
             return request
         except DragomanError as error:
             has_fallback = bool(lease.fallbacks) and not is_fallback and error.status in FALLBACK_STATUSES
@@ -156,6 +164,57 @@ class _Generation:
         finally:
             lease.close()
         return await self._run_fallbacks(lease, failure)
+
+    async def _generate_reply(self, engine: Engine, lease: ModelLease, request: GenerationRequest) -> float:
+        """Generate the reply. Returns the seconds in which the model waited for tools."""
+        generate_once = partial(self._generate_once, engine, lease, self._exchange.weight)
+        if self._tools is None:
+            await self._run_hooks(request, self._receive, partial(generate_once, request))
+            return 0.0
+        max_rounds = self._app.settings.mcp.rounds
+        rounds = ToolRounds(self._tools, max_rounds, generate_once, lease.slots, self._timer, self._measure)
+        await self._run_hooks(request, self._deliver, partial(rounds.run, request))
+        return rounds.waited
+
+    async def _run_hooks(
+        self, request: GenerationRequest, receive: OnEvents, run: Callable[[OnEvents], Coroutine[None, None, None]]
+    ) -> None:
+        hooks = self._app.hooks
+        await (run(receive) if hooks is None else hooks.run(request, receive, run))
+
+    def _generate_once(
+        self, engine: Engine, lease: ModelLease, weight: int, request: GenerationRequest, on_events: OnEvents
+    ) -> Coroutine[None, None, None]:
+        """Generate once, with a meter of its own: the reply, a round of it, or a summary. `weight` is the size of the
+        prompt."""
+        exchange = self._exchange
+        metrics, prompt_tokens = self._app.telemetry.metrics, partial(estimate_prompt_tokens, request, weight)
+        if exchange.meter is not None:
+            exchange.meter.close()
+        exchange.meter = Meter(
+            exchange.record, metrics.for_model(lease.label or request.model), self._timer.started, prompt_tokens
+        )
+        return generate(engine, request, lease.slots, on_events, self._timer.note_running)
+
+    async def _edit(
+        self, engine: Engine, lease: ModelLease, request: GenerationRequest, info: LeaseInfo
+    ) -> GenerationRequest | None:
+        """Apply the edits of the request. Return what the model gets; None if the reply is only a compaction."""
+
+        async def write_summary(summary: GenerationRequest, on_events: OnEvents) -> None:
+            def receive(choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
+                self._measure(choice, events)
+                return on_events(choice, events)
+
+            weight = len(summary.messages[0].text)
+            await self._run_hooks(summary, receive, partial(self._generate_once, engine, lease, weight, summary))
+
+        sampling = Sampling() if info.sampling is None else info.sampling.fill(Sampling())
+        options = self._app.settings.compaction.options(sampling)
+        edited = await edit_context(engine, request, options, write_summary, self._receive_context)
+        if edited is None:
+            await notify(partial(self._receive, 0), COMPACTED)
+        return edited
 
     async def _run_fallbacks(self, lease: ModelLease, failure: DragomanError) -> GenerationRequest:
         """Generate with a fallback for the model of the lease, which has failed."""
@@ -176,11 +235,28 @@ class _Generation:
         record.model = lease.label
         raise failure
 
+    def _receive_context(self, event: ContextEvent) -> Awaitable[None] | None:
+        if isinstance(event, ContextEdited):
+            self._edited = event
+            if event.ignored:
+                ignore(self._app, self._exchange, event.ignored)
+        if self._builder is not None:
+            return None
+        # Only protocols whose encoders have the method give their requests edits.
+        return self._write(cast("ContextEncoder", self._encoder).feed_context(event))
+
     def _receive(self, choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
-        exchange, response, timer = self._exchange, self._response, self._timer
+        self._measure(choice, events)
+        return self._deliver(choice, events)
+
+    def _measure(self, choice: int, events: Sequence[Event]) -> None:
+        timer, meter = self._timer, self._exchange.meter
         timer.note_progress()
-        assert exchange.meter is not None
-        exchange.meter.note(choice, events, timer.last_progress)
+        assert meter is not None
+        meter.note(choice, events, timer.last_progress)
+
+    def _deliver(self, choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
+        exchange, response = self._exchange, self._response
         first, last = events[0], events[-1]
         if type(first) is Started and first.ignored:
             ignore(self._app, exchange, first.ignored)
@@ -194,9 +270,12 @@ class _Generation:
         if type(last) is Started and not response.is_started:
             self._pending += frames
             return None
+        return self._write(frames)
+
+    def _write(self, frames: bytes) -> Awaitable[None] | None:
         if self._pending:
             frames, self._pending = self._pending + frames, b""
-        return None if not frames or response.write_now(frames) else response.write(frames)
+        return None if not frames or self._response.write_now(frames) else self._response.write(frames)
 
 
 async def find_model(

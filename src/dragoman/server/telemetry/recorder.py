@@ -158,7 +158,11 @@ def _open(path: str) -> FileIO:
 
 def without_secrets(settings: Settings) -> Any:
     """The settings with the number of API keys in place of the keys, and without passwords in fields and URLs."""
-    return _hide_secrets(msgspec.to_builtins(settings)) | {"api_keys": len(settings.api_keys)}
+    shown = _hide_secrets(msgspec.to_builtins(settings)) | {"api_keys": len(settings.api_keys)}
+    for server in shown["mcp_servers"].values():
+        for name in ("env", "headers"):
+            server[name] = dict.fromkeys(server[name], HIDDEN)
+    return shown
 
 
 def _hide_secrets(value: Any) -> Any:
