@@ -280,8 +280,6 @@ def test_ignored_parameters_are_reported(http: httpx.Client) -> None:
     fields = {"temperature": 0.5, "top_k": 3, "speed": "fast", "metadata": {"user_id": "u"}}
     response = http.post("/v1/messages", json=HELLO | fields)
     assert response.headers["x-dragoman-ignored"] == "temperature, top_k, speed"
-    begun = [*HELLO["messages"], {"role": "assistant", "content": "Well,"}]
-    assert http.post("/v1/messages", json=HELLO | {"messages": begun}).headers["x-dragoman-ignored"] == "messages[1]"
     strict = http.post("/v1/messages", json=HELLO | fields, headers=STRICT)
     assert "temperature" in refused(strict, 400, "invalid_request_error")
 

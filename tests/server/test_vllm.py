@@ -126,6 +126,8 @@ def test_fields_and_routes_are_as_documented(server: Running) -> None:
         "echo": True,
         "return_token_ids": True,
         "prompt_logprobs": 1,
+        "continue_final_message": True,
+        "add_generation_prompt": False,
     } | odd
     completion = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30, trust_env=False)
     assert {*completion.headers["x-dragoman-ignored"].split(", ")} == {*everywhere, *in_completions}

@@ -79,7 +79,8 @@ class EventWriter:
         """`consumed_after`: this many characters after the text are consumed already."""
         if text:
             self.track_text(text)
-            self._add("text", self._visible_part(text, consumed_after))
+            if shown := self._visible_part(text, consumed_after):
+                self._add("text", shown)
 
     def track_text(self, text: str) -> None:
         """Update the state for visible text."""
@@ -113,7 +114,8 @@ class EventWriter:
             if self._last_is_thought and not self.has_thought and shown == text:
                 self._add("gap", BETWEEN_PARTS)
             self.has_thought = self._last_is_thought = True
-            self._add("thought", shown)
+            if shown:
+                self._add("thought", shown)
 
     def _visible_part(self, text: str, consumed_after: int) -> str:
         """Return the part of the last consumed text that is not hidden."""
@@ -157,8 +159,6 @@ class EventWriter:
         return properties if isinstance(properties, Mapping) else {}
 
     def _add(self, kind: Kind, text: str) -> None:
-        if not text:
-            return
         position = self._buffer.position
         if self._pending and self._pending[-1][0] == kind != "start":
             last = self._pending[-1]
