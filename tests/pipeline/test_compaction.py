@@ -253,6 +253,17 @@ def test_threshold(threshold: int, context: int | None, is_compacted: bool) -> N
     assert (edited.messages == CHAT) == (not is_compacted)
 
 
+def test_a_message_that_is_continued_stays_last() -> None:
+    last = said("assistant", "It is")
+    request = asking(*CHAT, last, continues_last=True, edits=(Compact("x", 100),))
+    edited, events = edit(Summarizer(), request)
+    assert edited is not None
+    assert edited.continues_last
+    assert edited.messages[-1] == last
+    assert edited.messages[:-1] == compact_messages(CHAT, "summary 1", 1, 1)
+    assert (compaction_of(events).kept, compaction_of(events).pending) == (1, 1)
+
+
 @pytest.mark.parametrize(("limit", "kept"), [(330, 2), (329, 1), (30, 1), (29, 0)])
 def test_the_most_recent_user_messages_stay(limit: int, kept: int) -> None:
     """The two have 100 and 10 tokens. A third of the limit is for them."""

@@ -11,7 +11,7 @@ import msgspec
 
 from dragoman.core.edits import DEFAULT_THRESHOLD, Compact, Compaction
 from dragoman.core.errors import BadRequest
-from dragoman.core.request import GenerationRequest
+from dragoman.core.request import GenerationRequest, Message
 from dragoman.core.summary import (
     compact_messages,
     count_pending,
@@ -31,6 +31,8 @@ async def compact(
     request: GenerationRequest, edit: Compact, writer: SummaryWriter
 ) -> tuple[GenerationRequest, Compaction] | None:
     """Return the compacted request; None if it need not be compacted, or if its tokens cannot be counted."""
+    if request.continues_last:
+        return await _compact_before(request.messages[-1], request, edit, writer)
     counter, threshold = writer.counter, edit.threshold
     limits = [] if threshold is None else [threshold]
     if counter.context is not None:
@@ -49,6 +51,18 @@ async def compact(
     pending = min(kept, count_pending(request.messages))
     messages = compact_messages(request.messages, summary, kept, pending)
     return msgspec.structs.replace(request, messages=messages), Compaction(summary, kept, pending, usage)
+
+
+async def _compact_before(
+    last: Message, request: GenerationRequest, edit: Compact, writer: SummaryWriter
+) -> tuple[GenerationRequest, Compaction] | None:
+    """Compact what comes before the last message, which the reply continues."""
+    earlier = msgspec.structs.replace(request, messages=request.messages[:-1], continues_last=False)
+    compacted = await compact(earlier, edit, writer)
+    if compacted is None:
+        return None
+    shorter, compaction = compacted
+    return msgspec.structs.replace(shorter, messages=(*shorter.messages, last), continues_last=True), compaction
 
 
 async def _count_kept(request: GenerationRequest, counter: TokenCounter, most: int) -> int:

@@ -133,6 +133,7 @@ class ToolRounds:
         return msgspec.structs.replace(
             request,
             messages=(*request.messages, *added),
+            continues_last=False,
             tool_choice=choice,
             max_tokens=None if limit is None else max(0, limit - (0 if usage is None else usage.completion)),
         )
