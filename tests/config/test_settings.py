@@ -253,7 +253,7 @@ ERRORS = {
     "models:\n  a:\n    engine: scripted\n    replies:\n      - output: x\n      - match: y": "6: models.a.replies[1]: "
     "output is missing",
     "models:\n  a:\n    engine: scripted\n    replies:\n      - output: x\n        mach: y": "6: "
-    "models.a.replies[0].mach: unknown key; keys: output, match",
+    "models.a.replies[0].mach: unknown key; keys: output, match, seen",
     "models:\n  a: {engine: scripted, replies: [{match: '(', output: x}]}": "2: models.a.replies[0]: match is not a "
     "regular expression: '(' (missing ), unterminated subpattern at position 0)",
     "models:\n  a:\n    engine: scripted\n    replies:\n      - {output: 1, match: 2}\n      - {output: 3}": "5: "

@@ -1,8 +1,11 @@
 """An engine that plays scripted model output, for testing agents and for the tests of this project.
 
-The engine plays the first reply whose `match` is found in the text of the last user or tool message. A reply without
-`match` matches everything. If no reply matches, the engine echoes the message. Every `chunk` characters are one token.
-Faults happen at the N-th token of each reply.
+The engine plays the first reply whose conditions hold; a reply without conditions always fits. If none fits, the engine
+echoes the last user or tool message. Every `chunk` characters are one token. Faults happen at the N-th token of each
+reply.
+
+    match   found in a user or tool message of the turn: those after the last reply. Agents put reminders after results
+    seen    found in any message
 
 The script is raw model output in the syntax named by `format`, including reasoning and tool calls. Tools, schemas,
 images, suffixes and token ids are accepted and ignored. A thinking budget shortens the reasoning, as with a real model.
@@ -18,8 +21,9 @@ import signal
 import time
 import types
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import lru_cache
+from itertools import takewhile
 from typing import Annotated, Self
 
 import msgspec
@@ -51,12 +55,14 @@ MAX_CACHED_CHARACTERS = 65536
 class ScriptedReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output: str
     match: str | None = None
+    seen: str | None = None
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.match or "")
-        except re.error as error:
-            raise ValueError(f"match is not a regular expression: {self.match!r} ({error})") from error
+        for name, pattern in (("match", self.match), ("seen", self.seen)):
+            try:
+                re.compile(pattern or "")
+            except re.error as error:
+                raise ValueError(f"{name} is not a regular expression: {pattern!r} ({error})") from error
 
 
 class ScriptedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,7 +94,10 @@ class ScriptedEngine(Engine):
         self._models = (ModelInfo(name, context=options.context, format=self.syntax.name),)
         faults = (options.fail_after, options.hang_after, options.crash_after)
         self.first_fault = min((at for at in faults if at is not None), default=None)
-        self.replies = [(re.compile(reply.match or ""), reply.output) for reply in options.replies]
+        self.replies = [
+            (re.compile(reply.match or ""), None if reply.seen is None else re.compile(reply.seen), reply.output)
+            for reply in options.replies
+        ]
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:
@@ -106,7 +115,7 @@ class ScriptedEngine(Engine):
         return FEATURES
 
     async def deliver(self, request: GenerationRequest, listener: Listener) -> None:
-        output = self._find_reply(request.last_user_text)
+        output = self._find_reply(request)
         thinking = bool(request.messages) and starts_inside_reasoning(self.syntax, output)
         output = self._apply_budget(output, thinking, request.thinking)
         chunk = self.options.chunk
@@ -154,11 +163,12 @@ class ScriptedEngine(Engine):
             total = [so_far + times * (byte - 127.5) for so_far, byte in zip(total, hashed, strict=True)]
         return Embedding.of(total, tokens)
 
-    def _find_reply(self, text: str) -> str:
-        for pattern, output in self.replies:
-            if pattern.search(text):
+    def _find_reply(self, request: GenerationRequest) -> str:
+        turn = _turn_texts(request)
+        for match, seen, output in self.replies:
+            if any(map(match.search, turn)) and (seen is None or any(seen.search(text) for text in _texts(request))):
                 return output
-        return text
+        return request.last_user_text
 
     def _apply_budget(self, output: str, thinking: bool, options: Thinking) -> str:
         """Shorten the first reasoning section to the thinking budget."""
@@ -199,6 +209,16 @@ class ScriptedEngine(Engine):
         if at == options.hang_after:
             await asyncio.Event().wait()
         raise EngineFailed(f"the script fails after {options.fail_after} tokens")
+
+
+def _turn_texts(request: GenerationRequest) -> Sequence[str]:
+    """The texts of the user and tool messages after the last reply, or the prompt of a completion."""
+    turn = takewhile(lambda message: message.role != "assistant", reversed(request.messages))
+    return [message.text for message in turn if message.role in ("user", "tool")] or [request.last_user_text]
+
+
+def _texts(request: GenerationRequest) -> Iterator[str]:
+    return (message.text for message in request.messages)
 
 
 @types.coroutine
