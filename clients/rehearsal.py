@@ -14,6 +14,7 @@ from urllib.request import urlopen
 
 from clients.client import CONTEXT, KEY, Client
 
+SLOW = "for-cancelling"
 START_SECONDS = 60
 STOP_SECONDS = 40
 
@@ -27,15 +28,25 @@ class Server(NamedTuple):
         """Status and error of every request so far, in the order in which they ended."""
         lines = self.event_log.read_text().splitlines() if self.event_log.exists() else []
         events = [event for event in map(json.loads, lines) if event["event"] == "request"]
-        return [(event["status"], event.get("error", "")) for event in events if event["route"] != "GET /ready"]
+        own = ("GET /ready", "GET /metrics")
+        return [(event["status"], event.get("error", "")) for event in events if event["route"] not in own]
+
+    def is_busy(self, model: str) -> bool:
+        with urlopen(f"{self.url}/metrics", timeout=10) as reply:
+            lines = reply.read().decode().splitlines()
+        return any(
+            line.startswith(f'dragoman_slots_busy{{model="{model}"}}') and float(line.split()[1]) for line in lines
+        )
 
 
 def configure(clients: Sequence[Client]) -> dict[str, Any]:
-    """A scripted model for each agent, and one for the programs."""
+    """A scripted model for each agent, one for the programs, and one that begins to reply after a minute."""
+    slow = scripted([]) | {"prefill_seconds": 60, "slots": 1}
     return {
         "api_keys": [KEY],
-        "models": {client.model: scripted(client.replies) for client in clients},
+        "models": {client.model: scripted(client.replies) for client in clients} | {SLOW: slow},
         "aliases": {"claude-*": "for-claude-code", "gpt-*": "for-codex"},
+        "telemetry": {"metrics": "open"},
     }
 
 

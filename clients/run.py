@@ -9,6 +9,7 @@ client gets a home and a folder of its own, the key of the rehearsal and a time 
     client.py                  what a declaration is
     rehearsal.py               the server
     trial.py                   one client: runs it, and finds out whether it has passed
+    sessions.py                long sessions: three compactions, a cancelled turn, a resumed session
     packages.py                what `make clients` has installed
     settings/                  configuration files, as a person would write them
     sdks/                      programs for the SDKs
@@ -17,15 +18,30 @@ client gets a home and a folder of its own, the key of the rehearsal and a time 
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from clients import packages
 from clients.agents import agents
-from clients.client import Outcome
+from clients.client import Client, Outcome
 from clients.programs import programs
-from clients.rehearsal import configure, serving
+from clients.rehearsal import Server, configure, serving
+from clients.sessions import hold, sessions
 from clients.trial import try_out
+
+
+class Trial(NamedTuple):
+    client: Client
+    run: Callable[[Server], Outcome]
+
+
+def trials() -> Iterator[Trial]:
+    for client in (*agents(), *programs()):
+        yield Trial(client, partial(try_out, client))
+    for session in sessions():
+        yield Trial(session.client, partial(hold, session))
 
 
 def main() -> None:
@@ -34,21 +50,24 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="show their names")
     parser.add_argument("--workers", default="1", metavar="N", help="front ends of the server (1)")
     arguments = parser.parse_args()
-    known = {client.name: client for client in (*agents(), *programs())}
+    known = list(trials())
+    names = [trial.client.name for trial in known]
     if arguments.list:
-        print("\n".join(known))
+        print("\n".join(names))
         return
-    chosen = [client for name, client in known.items() if _is_chosen(name, arguments.names)]
-    if unknown := [name for name in arguments.names if not any(_is_chosen(client.name, [name]) for client in chosen)]:
-        parser.error(f"no client {', '.join(unknown)}; there are {', '.join(known)}")
+    if unknown := [wanted for wanted in arguments.names if not any(_is_chosen(name, [wanted]) for name in names)]:
+        parser.error(f"no client {', '.join(unknown)}; there are {', '.join(names)}")
     packages.prepare()
+    configuration = configure([trial.client for trial in known])
     outcomes = []
-    with tempfile.TemporaryDirectory() as folder:
-        flags = ("--workers", arguments.workers)
-        with serving(Path(folder), configure(list(known.values())), *flags) as server:
-            for client in chosen:
-                print(f"{client.name} ...", flush=True)
-                outcomes.append(try_out(client, server))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(Path(folder), configuration, "--workers", arguments.workers) as server,
+    ):
+        for trial in known:
+            if _is_chosen(trial.client.name, arguments.names):
+                print(f"{trial.client.name} ...", flush=True)
+                outcomes.append(trial.run(server))
     show(outcomes)
     sys.exit(any(outcome.problem for outcome in outcomes))
 
