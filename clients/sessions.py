@@ -14,7 +14,7 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,8 +54,15 @@ class Session(NamedTuple):
 
 
 def sessions() -> Iterator[Session]:
-    claude = ("claude", "--print", "--allowedTools", "Bash")
-    yield Session(
+    yield claude_code()
+    yield codex("codex-session", {"DRAGOMAN_API_KEY": KEY}, {".codex/config.toml": "codex.toml"})
+    # The built-in provider uses a WebSocket, and lets the server shorten the conversation.
+    yield codex("codex-built-in-session", {"CODEX_API_KEY": KEY}, {}, "--config", f'openai_base_url="{URL}/v1"')
+
+
+def claude_code() -> Session:
+    command = ("claude", "--print", "--allowedTools", "Bash")
+    return Session(
         Client(
             name="claude-code-session",
             package="@anthropic-ai/claude-code",
@@ -72,27 +79,22 @@ def sessions() -> Iterator[Session]:
             },
             replies=remember("Bash", "command"),
         ),
-        first=lambda prompt, name: (*claude, "--session-id", name, prompt),
-        resume=lambda prompt, name: (*claude, "--resume", name, prompt),
+        first=lambda prompt, name: (*command, "--session-id", name, prompt),
+        resume=lambda prompt, name: (*command, "--resume", name, prompt),
         slow=("--model", SLOW),
     )
-    codex = (
+
+
+def codex(name: str, environment: Mapping[str, str], files: Mapping[str, str], *flags: str) -> Session:
+    command = (
         *("codex", "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "--model", "for-codex-session"),
-        *("--config", f"model_context_window={CONTEXT}", "--config", "model_auto_compact_token_limit=9000"),
+        *("--config", f"model_context_window={CONTEXT}", "--config", "model_auto_compact_token_limit=9000", *flags),
     )
-    yield Session(
-        Client(
-            name="codex-session",
-            package="@openai/codex",
-            api="responses",
-            model="for-codex-session",
-            command=(),
-            environment={"DRAGOMAN_API_KEY": KEY},
-            files={".codex/config.toml": "codex.toml"},
-            replies=remember("exec_command", "cmd"),
-        ),
-        first=lambda prompt, name: (*codex, prompt),
-        resume=lambda prompt, name: (*codex, "resume", name, prompt),
+    replies = remember("exec_command", "cmd")
+    return Session(
+        Client(name, "@openai/codex", "responses", "for-codex-session", (), replies, environment, files),
+        first=lambda prompt, name: (*command, prompt),
+        resume=lambda prompt, name: (*command, "resume", name, prompt),
         slow=("--model", SLOW),
         find_id=lambda run: re.findall(r"session id: (\S+)", run.errors)[0],
     )
