@@ -17,7 +17,7 @@ from tools import ports
 
 SOURCE = Path(__file__).parents[2] / "src"
 
-COMMANDS = ("serve", "check", "chat", "models", "drain", "pull", "tune", "keys", "batch", "bench")
+COMMANDS = ("serve", "check", "chat", "launch", "probe", "models", "drain", "pull", "tune", "keys", "batch", "bench")
 STUB_SERVER = """
 import sys
 from dragoman.cli import main

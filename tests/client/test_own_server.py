@@ -12,10 +12,12 @@ import pytest
 
 from dragoman import AsyncClient, Client
 from dragoman.client.tool_loop import Outcome
+from dragoman.core.engine import RenderedPrompt
 from dragoman.core.errors import (
     ContextTooLong,
     DragomanError,
     ModelNotFound,
+    NotSupported,
     OutputMismatch,
     StepLimitReached,
     StreamCutOff,
@@ -194,6 +196,25 @@ def test_models_embeddings_and_counts(client: Client) -> None:
     assert embeddings.usage.prompt > 0
     assert len(client.embed("red roses", dimensions=8).vectors[0]) == 8
     assert client.count_tokens("x" * 40) == 10
+
+
+def test_rendered_prompt(smollm2: Running) -> None:
+    async def render() -> RenderedPrompt:
+        async with AsyncClient(smollm2.url) as client:
+            return await client.render("Hello.", tools=TOOLS)
+
+    with Client(smollm2.url) as client:
+        prompt = client.render("Hello.", tools=TOOLS)
+        assert "Hello." in prompt.text
+        assert '"weather"' in prompt.text
+        assert len(prompt.tokens) == client.count_tokens("Hello.", tools=TOOLS)
+    assert prompt.format == "hermes"
+    assert asyncio.run(render()) == prompt
+
+
+def test_prompt_that_cannot_be_shown(client: Client) -> None:
+    with pytest.raises(NotSupported, match="cannot show its prompts"):
+        client.render("Hello.")
 
 
 def test_api_key(server: Running) -> None:

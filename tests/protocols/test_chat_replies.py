@@ -19,12 +19,14 @@ from dragoman.core.events import (
 )
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked, Delivery, GenerationRequest, Logprobs
-from dragoman.core.version import __version__
 from tests.protocols.wire import collected, encode_reply, encoder, frames
 
-REQUEST = GenerationRequest(id="chatcmpl-1", model="m")
+REQUEST = GenerationRequest(id="chatcmpl-1", model="m", fingerprint="fp-1")
 LEGACY = GenerationRequest(
-    id="chatcmpl-1", model="m", asked=(Asked(Feature.CHAT, "messages"), Asked(Feature.TOOLS, "functions"))
+    id="chatcmpl-1",
+    model="m",
+    fingerprint="fp-1",
+    asked=(Asked(Feature.CHAT, "messages"), Asked(Feature.TOOLS, "functions")),
 )
 MESSAGE = {"role": "assistant", "refusal": None}
 HEADER = {
@@ -32,7 +34,7 @@ HEADER = {
     "object": "chat.completion.chunk",
     "created": 0,
     "model": "m",
-    "system_fingerprint": f"dragoman-{__version__}",
+    "system_fingerprint": "fp-1",
 }
 
 

@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
+import anthropic
 import httpx
 import pytest
 from anthropic import Anthropic, beta_tool
 from anthropic.types import (
     Message,
     MessageTokensCount,
+    ModelCapabilities,
     ModelInfo,
     RawMessageStreamEvent,
     TextBlock,
@@ -192,6 +194,47 @@ def test_models(client: Anthropic) -> None:
     )
     assert (datetime.now(UTC) - model.created_at).total_seconds() < 300
     assert client.models.retrieve("claude-opus").id == "hermes"
+
+
+def test_pages_of_models(client: Anthropic) -> None:
+    names = [model.id for model in client.models.list(limit=1000)]
+    first = client.models.list(limit=10)
+    assert (first.first_id, first.last_id, first.has_more) == (names[0], names[9], True)
+    second = client.models.list(limit=10, after_id=str(first.last_id))
+    assert [model.id for model in second.data] == names[10:20]
+    assert [model.id for model in client.models.list(limit=10, before_id=str(second.first_id)).data] == names[:10]
+    last = client.models.list(limit=10, after_id=names[-1])
+    assert (last.data, last.has_more, last.first_id, last.last_id) == ([], False, None, None)
+    backwards = [model.id for model in client.models.list(limit=4, before_id=names[-1])]
+    assert sorted(backwards) == sorted(names[:-1])
+    for wrong in ({"limit": 0}, {"limit": 1001}, {"after_id": "missing"}, {"before_id": "missing"}):
+        with pytest.raises(anthropic.BadRequestError):
+            client.models.list(**wrong)
+
+
+def test_lifecycle_filters_models(client: Anthropic) -> None:
+    assert client.models.list(lifecycle=["active", "retired"]).data
+    assert client.models.list(lifecycle=["deprecated", "retired"]).data == []
+
+
+def test_capabilities_of_models(client: Anthropic, running: Running) -> None:
+    client.messages.create(**poem())
+    found = client.models.retrieve("hermes")
+    assert (found.type, found.lifecycle) == ("model", "active")
+    assert (found.deprecated_at, found.line, found.retires_at) == (None, None, None)
+    capabilities = found.capabilities
+    assert capabilities is not None
+    assert capabilities.structured_outputs.supported
+    assert capabilities.thinking.types.enabled.supported
+    assert capabilities.batch.supported
+    assert capabilities.image_input.supported
+    assert not capabilities.pdf_input.supported
+    assert not capabilities.server_tools.web_search.supported
+    with httpx.Client(base_url=running.url, trust_env=False, headers={"anthropic-version": "2026-10-21"}) as http:
+        for entry in (http.get("/v1/models/hermes").json(), http.get("/v1/models").json()["data"][0]):
+            ModelInfo.model_validate(entry, strict=False)
+            assert set(entry) == set(ModelInfo.model_fields)
+            assert set(entry["capabilities"]) == set(ModelCapabilities.model_fields)
 
 
 def test_bodies_match_sdk_types(running: Running) -> None:

@@ -100,8 +100,8 @@ async def test_failure_while_head_is_being_sent() -> None:
 
 
 async def test_no_comment_inside_an_error() -> None:
-    app = ours(Failing(), keepalive_seconds=0.8)
-    start, *pieces = await told(app, lambda message: 0.5, stream=True)
+    app = ours(Failing(), keepalive_seconds=2)
+    start, *pieces = await told(app, lambda message: 1.2, stream=True)
     assert (start["type"], start["status"]) == (START, 500)
     [body] = pieces
     assert json.loads(body["body"])["error"]["code"] == "inference_error"

@@ -77,6 +77,8 @@ def test_openai_batch_from_upload_to_results(openai_client: OpenAI, client: http
     assert [text_of_line(entry) for entry in results] == [f"text {at}" for at in range(40)]
     assert len({entry["id"] for entry in results}) == 40
     assert all(entry["response"]["request_id"] == entry["response"]["body"]["id"] for entry in results)
+    fingerprints = {entry["response"]["body"]["system_fingerprint"] for entry in results}
+    assert fingerprints == {client.post(CHAT, json=lines[0]["body"]).json()["system_fingerprint"]}
     assert (ended.error_file_id, ended.errors) == (None, None)
     assert ended.usage is not None
     assert ended.usage.output_tokens == sum(

@@ -251,16 +251,6 @@ def test_largest_body_is_accepted(tight: Running) -> None:
         assert text_of(client.post(CHAT, content=iter([content[:9], content[9:]]), headers=JSON_BODY)) == "hello"
 
 
-@ROUTES
-@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "gzip, gzip", "x"])
-def test_compressed_body(tight: Running, path: str, coding: str) -> None:
-    with talking(tight) as client:
-        response = client.post(
-            path, content=b"\x1f\x8b" + b"\x00" * 1000, headers=JSON_BODY | {"content-encoding": coding}
-        )
-        refused(response, 415)
-
-
 def dribble(running: Running, first: bytes, rest: bytes) -> tuple[httpx.Response, float]:
     """Send the end of a request byte by byte, never all of it; returns the answer and the seconds until it came."""
     begun = time.monotonic()

@@ -71,6 +71,31 @@ def test_cut_off_response_does_not_look_complete() -> None:
     assert not state.tasks
 
 
+@pytest.mark.parametrize("has_sent", [True, False])
+async def test_head_that_a_busy_server_has_not_read_is_not_late(has_sent: bool) -> None:
+    settings = Settings()
+    state = ServerState(silent, settings.limits, TelemetryRecorder(settings.telemetry, None))
+    loop = asyncio.get_running_loop()
+    async with await loop.create_server(lambda: HttpConnection(state), "127.0.0.1", 0) as server:
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        while not state.connections:  # noqa: ASYNC110 (a set has no event)
+            await asyncio.sleep(0.01)
+        [connection] = state.connections
+        connection.transport.pause_reading()
+        if has_sent:
+            writer.write(ASKED)
+            while not connection.buffer.has_unread:  # noqa: ASYNC110 (nor has a socket that is not read)
+                await asyncio.sleep(0.01)
+        late = loop.time() + settings.limits.body_seconds + 1
+        connection.check(late)
+        connection.check(late)
+        connection.transport.resume_reading()
+        async with asyncio.timeout(60):
+            answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 500 ") if has_sent else answer == b""
+        writer.close()
+
+
 def test_closed_connection_is_freed_without_garbage_collection() -> None:
     made: list[weakref.ref[HttpConnection]] = []
 

@@ -44,6 +44,21 @@ def asked(running: Running, name: str) -> httpx.Response:
         return ask(client, CHAT, model=name)
 
 
+def test_fingerprint_changes_with_the_options_of_a_model(server: Running) -> None:
+    def fingerprint() -> str:
+        found: str = asked(server, "second").json()["system_fingerprint"]
+        return found
+
+    reload(server, second=SCRIPTED)
+    before = fingerprint()
+    assert fingerprint() == before
+    assert asked(server, "first").json()["system_fingerprint"] == before
+    reload(server, second=SCRIPTED | {"context": 4000})
+    assert fingerprint() != before
+    reload(server, second=SCRIPTED)
+    assert fingerprint() == before
+
+
 def test_reload_under_load_fails_no_request(server: Running, client: httpx.Client) -> None:
     before = {
         "kept": WORKER | {"sampling": {"max_tokens": 4}},

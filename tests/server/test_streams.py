@@ -7,7 +7,6 @@ from typing import Any
 import httpx
 import pytest
 
-from dragoman.core.version import __version__
 from tests.protocols.anthropic_stream import read
 from tests.support.requests import (
     CHAT,
@@ -48,8 +47,9 @@ def reasons(chunks: list[Any]) -> dict[int, list[str]]:
 def test_frames_of_a_chat(client: httpx.Client) -> None:
     before = int(time.time())
     response, sent = streamed(client, CHAT)
-    created = sent[0]["created"]
+    created, fingerprint = sent[0]["created"], sent[0]["system_fingerprint"]
     assert before <= created <= time.time()
+    assert fingerprint == ask(client, CHAT).json()["system_fingerprint"]
 
     def chunk(delta: dict[str, str], finish: str | None = None) -> dict[str, Any]:
         return {
@@ -57,7 +57,7 @@ def test_frames_of_a_chat(client: httpx.Client) -> None:
             "object": "chat.completion.chunk",
             "created": created,
             "model": "echo",
-            "system_fingerprint": f"dragoman-{__version__}",
+            "system_fingerprint": fingerprint,
             "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}],
         }
 

@@ -47,13 +47,12 @@ async def server_killed(trial: Trial) -> None:
                 await _check(trial, server, folder, keys, known)
             if number < trial.times:
                 # What was checked once is not checked after every further kill.
-                known = await _load_and_kill(trial, server, keys)
+                known = await _load_and_kill(trial, server, keys, is_last=number == trial.times - 1)
                 for name, values in known.items():
                     total[name] |= values
             else:
                 await _finish(trial, server, folder, keys, total)
     trial.figures["acknowledged"] = ", ".join(f"{len(total[name])} {name}" for name in CLIENTS)
-    trial.expect(any(total.values()), "nothing was acknowledged before any kill")
 
 
 @asynccontextmanager
@@ -71,7 +70,8 @@ def _http(server: Server, key: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=REQUEST_SECONDS, headers=headers)
 
 
-async def _load_and_kill(trial: Trial, server: Server, keys: Keys) -> Known:
+async def _load_and_kill(trial: Trial, server: Server, keys: Keys, *, is_last: bool) -> Known:
+    """Return what the server acknowledged. On a busy machine that may be nothing, so the last one may live longer."""
     known = Known(dict)
 
     async def repeat(name: str, random: Random) -> None:
@@ -88,6 +88,8 @@ async def _load_and_kill(trial: Trial, server: Server, keys: Keys) -> Known:
             for _ in range(client.clients):
                 group.create_task(repeat(name, Random(trial.random.getrandbits(64))))
         await asyncio.sleep(trial.random.uniform(0, MAX_LIFETIME_SECONDS))
+        if is_last:
+            await trial.wait(lambda: any(known.values()), "something is acknowledged before the last kill")
         server.process.kill()
         await asyncio.to_thread(server.process.wait)
     return known

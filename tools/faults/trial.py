@@ -29,6 +29,8 @@ IN_WORKER: Mapping[str, Any] = {"engine": "scripted", "crash_after": 1_000_000}
 """The scripted engine in a worker process: a reply never gets as far as the crash."""
 REQUEST_SECONDS = 90.0
 """Every request has ended by then."""
+STORAGE_READS = 32
+"""Requests at the same time that need the storage: many more than it has connections."""
 ROUND = 100
 """Requests of one measurement of speed."""
 SAMPLE_SECONDS = 0.2
@@ -96,6 +98,10 @@ class Trial:
 
     async def post(self, path: str) -> int:
         return (await self._operate("POST", path, json={})).status_code
+
+    async def open_storage(self) -> None:
+        """Make the storage open all its connections, which stay open, each with a thread."""
+        await asyncio.gather(*[self.get("/v1/files") for _ in range(STORAGE_READS)])
 
     async def _operate(self, method: str, path: str, **content: Any) -> httpx.Response:
         """A request of the operator. Where the server drops it, that is a problem, and it is sent again."""

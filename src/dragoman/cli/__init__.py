@@ -1,8 +1,9 @@
-"""The command line: `dragoman serve`, `check`, `chat`, `models`, `drain`, `pull`, `tune`, `keys`, `usage`,
-`batch`, `bench`.
+"""The command line: `dragoman serve`, `check`, `chat`, `launch`, `probe`, `models`, `drain`, `pull`, `tune`, `keys`,
+`usage`, `batch`, `bench`.
 
     common         helpers shared by the commands
     admin_client   requests to a running server
+    agent_server   the server for an agent
     chat_session   the state and the output of `dragoman chat`
 
 Each command is a module with `add`, which defines its arguments, and a function that takes them and returns the exit
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dragoman.cli import batch, bench, chat, check, drain, keys, models, pull, serve, tune, usage
+from dragoman.cli import batch, bench, chat, check, drain, keys, launch, models, probe, pull, serve, tune, usage
 from dragoman.core.errors import ConfigError
 from dragoman.core.version import __version__
 
@@ -28,6 +29,8 @@ examples:
   dragoman check                             check ./dragoman.yaml
   dragoman models                            list the models
   dragoman chat                              talk to a model
+  dragoman launch claude                     start a coding agent that uses your model
+  dragoman probe mine --agent claude         check whether a model can drive an agent
   dragoman serve --model smollm2 --model minilm
                                              serve two built-in models, for chat and for embeddings
   dragoman pull smollm2                      download the built-in model
@@ -46,7 +49,9 @@ Run `dragoman COMMAND --help` for details of a command.
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    words, passed_on = _split_words(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(words)
+    arguments.passed_on = passed_on
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return 2
@@ -64,6 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
         return SIGPIPE_EXIT_CODE
     return code
+
+
+def _split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split off the arguments after `--` of `dragoman launch`, which are those of the agent."""
+    if words[:1] == ["launch"] and "--" in words:
+        at = words.index("--")
+        return list(words[:at]), list(words[at + 1 :])
+    return list(words), []
 
 
 class _Parser(argparse.ArgumentParser):
@@ -84,6 +97,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dragoman {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for command in (serve, check, chat, models, drain, pull, tune, keys, usage, batch, bench):
+    for command in (serve, check, chat, launch, probe, models, drain, pull, tune, keys, usage, batch, bench):
         command.add(commands)
     return parser

@@ -30,13 +30,21 @@ API = "/v1"
 
 class AdminClient:
     """`address` names the server in error messages. `token` gives access to `/admin` on a server without keys that the
-    same user runs."""
+    same user runs. `is_at_socket`: it listens on a Unix socket, so `where` means nothing to other programs."""
 
     def __init__(
-        self, address: str, where: ServerAddress, http: "httpx.Client", key: str | None, token: str | None
+        self,
+        address: str,
+        where: ServerAddress,
+        http: "httpx.Client",
+        key: str | None,
+        token: str | None,
+        is_at_socket: bool,
     ) -> None:
         self.address = address
-        self._where = where
+        self.where = where
+        self.key = key
+        self.is_at_socket = is_at_socket
         self._http = http
         self._token = token
         if login := where.login or (f"Bearer {key}" if key else None):
@@ -79,7 +87,7 @@ class AdminClient:
         return ConfigError(f"{self.address}: the answer is not {expected}")
 
     def _url(self, path: str) -> str:
-        return self._where.api + path.removeprefix(API) if path.startswith(API) else self._where.root + path
+        return self.where.api + path.removeprefix(API) if path.startswith(API) else self.where.root + path
 
     def _request(self, method: str, path: str, timeout: float, **content: Any) -> Any:
         headers = {ADMIN_TOKEN_HEADER: self._token} if self._token and path.startswith(ADMIN) else None
@@ -125,7 +133,7 @@ def from_url(url: str, key: str | None, name: str = "--url") -> AdminClient:
     if url.startswith(UNIX):
         path = url.removeprefix(UNIX)
         where, http = _local_server("http://localhost", None, path)
-        return AdminClient(address, where, http, key, find_socket_admin_token(path))
+        return AdminClient(address, where, http, key, find_socket_admin_token(path), is_at_socket=True)
     try:
         where = parse_address(url)
     except ConfigError as error:
@@ -137,7 +145,7 @@ def from_url(url: str, key: str | None, name: str = "--url") -> AdminClient:
     # Loopback needs no proxy, and plain HTTP needs no certificates.
     verify = ssl.create_default_context() if where.is_tls else False
     http = httpx.Client(verify=verify, trust_env=not where.is_loopback)
-    return AdminClient(address, where, http, key, token)
+    return AdminClient(address, where, http, key, token, is_at_socket=False)
 
 
 def from_settings(settings: Settings, key: str | None) -> AdminClient:
@@ -154,7 +162,7 @@ def from_settings(settings: Settings, key: str | None) -> AdminClient:
     if settings.hosts:
         http.headers["host"] = settings.hosts[0]
     key = key or next(iter(settings.api_keys), None)
-    return AdminClient(f"the server at {address}", where, http, key, token)
+    return AdminClient(f"the server at {address}", where, http, key, token, settings.socket is not None)
 
 
 def _local_server(address: str, tls: Tls | None, socket: str | None = None) -> tuple[ServerAddress, "httpx.Client"]:

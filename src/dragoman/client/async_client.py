@@ -17,6 +17,7 @@ from dragoman.client.options import ClientRequest, Messages, Options, build_requ
 from dragoman.client.planner import CallPlanner, ProtocolName, run_steps_async
 from dragoman.client.rest_calls import Embeddings, ServerModel
 from dragoman.client.tool_loop import DEFAULT_STEPS, Invocation, LoopStep, Outcome, run_tool_loop
+from dragoman.core.engine import RenderedPrompt
 from dragoman.core.errors import DragomanError
 from dragoman.core.events import Event
 from dragoman.core.reply import Reply
@@ -122,6 +123,10 @@ class AsyncClient:
     async def count_tokens(self, messages: Messages, **options: Unpack[Options]) -> int:
         request = build_request(messages, {**self._defaults, **options}).request
         return await self._transport.run(rest_calls.count_tokens(self._planner, request))
+
+    async def render(self, messages: Messages, **options: Unpack[Options]) -> RenderedPrompt:
+        request = build_request(messages, {**self._defaults, **options}).request
+        return await self._transport.run(rest_calls.render(self._planner, request))
 
     async def aclose(self) -> None:
         await self._transport.aclose()

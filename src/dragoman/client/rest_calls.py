@@ -1,4 +1,4 @@
-"""Calls that are answered with one JSON body, as steps: models, embeddings and token counts."""
+"""Calls that are answered with one JSON body, as steps: models, embeddings, token counts and rendered prompts."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,6 +8,7 @@ import msgspec
 
 from dragoman.client.planner import CallPlanner, PlannedCall, Steps
 from dragoman.core.embeddings import Embedding, EmbeddingRequest, Input
+from dragoman.core.engine import RenderedPrompt
 from dragoman.core.errors import BadAnswer, BadRequest
 from dragoman.core.events import Usage
 from dragoman.core.request import GenerationRequest
@@ -123,3 +124,15 @@ def count_tokens(planner: CallPlanner, request: GenerationRequest) -> Steps[int]
         if isinstance(tokens, int):
             return tokens
     raise BadAnswer(f"the server sent no token count: {reply_fields.excerpt(body)!r}")
+
+
+def render(planner: CallPlanner, request: GenerationRequest) -> Steps[RenderedPrompt]:
+    """Ask a Dragoman for the prompt of a chat."""
+    body = yield from planner.fetch(
+        "render", [planner.json_call("render", "/chat/completions/render", chat.encode(request, False))]
+    )
+    parsed = reply_fields.parse_object(body)
+    try:
+        return msgspec.convert({**parsed, "text": parsed.get("prompt"), "ignored": ()}, RenderedPrompt)
+    except msgspec.ValidationError as error:
+        raise BadAnswer(f"the server sent no prompt: {reply_fields.excerpt(body)!r}") from error

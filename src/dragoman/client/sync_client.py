@@ -25,6 +25,7 @@ from dragoman.client.planner import (
 )
 from dragoman.client.rest_calls import Embeddings, ServerModel
 from dragoman.client.tool_loop import DEFAULT_STEPS, Invocation, LoopStep, Outcome, run_tool_loop
+from dragoman.core.engine import RenderedPrompt
 from dragoman.core.errors import DragomanError, Unreachable
 from dragoman.core.events import Event
 from dragoman.core.reply import Reply
@@ -136,6 +137,11 @@ class Client:
     def count_tokens(self, messages: Messages, **options: Unpack[Options]) -> int:
         request = build_request(messages, {**self._defaults, **options}).request
         return run_steps(rest_calls.count_tokens(self._planner, request), self._perform)
+
+    def render(self, messages: Messages, **options: Unpack[Options]) -> RenderedPrompt:
+        """Return the prompt that a Dragoman would give to the model."""
+        request = build_request(messages, {**self._defaults, **options}).request
+        return run_steps(rest_calls.render(self._planner, request), self._perform)
 
     def close(self) -> None:
         self._http.close()

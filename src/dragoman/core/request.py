@@ -214,6 +214,8 @@ class Asked(msgspec.Struct, frozen=True):
 class GenerationRequest(msgspec.Struct, frozen=True):
     id: str = ""
     model: str = ""
+    fingerprint: str = ""
+    """Identifies what the reply depends on besides the request: the model's file, the engine, the version."""
     principal: str = "anonymous"
     priority: Priority = "interactive"
     messages: tuple[Message, ...] = ()

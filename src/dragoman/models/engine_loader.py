@@ -26,6 +26,7 @@ from dragoman.files import sources
 from dragoman.formats import get_format
 from dragoman.ipc.child_process import YOUNG_SECONDS, RestartBackoff
 from dragoman.ipc.worker_engine import MAX_DEATHS, WorkerEngine
+from dragoman.models.fingerprint import model_fingerprint
 from dragoman.models.memory import expected_memory, remember_memory, session_memory
 from dragoman.models.residency import Event, MemoryMeasured, ModelLost
 
@@ -105,6 +106,8 @@ class EngineLoader:
         self.reads_headers: tuple[str, ...] = ()
         self.is_known = False
         """Whether it has been loaded before, so that `supports` is known."""
+        self.fingerprint = ""
+        """Identifies the loaded model in replies."""
         self.memory = 0
         self.failures = LoadFailures()
         self.load_seconds = EXPECTED_SECONDS
@@ -144,6 +147,7 @@ class EngineLoader:
         self.failures.note_loaded()
         self.engine, self.supports, self.is_known = engine, engine.supports(), True
         self.reads_fields, self.reads_headers = tuple(engine.reads_fields), tuple(engine.reads_headers)
+        self.fingerprint = await asyncio.to_thread(model_fingerprint, self.spec, engine)
         self.memory = await asyncio.to_thread(session_memory, self.pid)
         if self.engine is None:
             # The engine was lost during the measurement.

@@ -19,10 +19,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from dragoman.config.model_spec import ModelSpec
-from dragoman.core.errors import ConfigError
 from dragoman.engines import engine_class
 from dragoman.files import sources
 from dragoman.files.gguf import list_parts
+from dragoman.models.fingerprint import describe_spec
 
 log = logging.getLogger("dragoman.models")
 
@@ -37,7 +37,7 @@ PSS = re.compile(r"^Pss:\s+(\d+) kB", re.MULTILINE)
 
 def expected_memory(spec: ModelSpec) -> int:
     """Return the expected memory. Blocks: it reads files and downloads missing ones."""
-    measured = _read_measurements().get(_fingerprint(spec))
+    measured = _read_measurements().get(_key(spec))
     if measured is not None:
         return measured
     engine = engine_class(spec.engine)
@@ -51,7 +51,7 @@ def expected_memory(spec: ModelSpec) -> int:
 
 def remember_memory(spec: ModelSpec, size: int) -> None:
     """Store a measurement; the largest one counts, because a model grows while it is used."""
-    key = _fingerprint(spec)
+    key = _key(spec)
     with _lock:
         known = _read_measurements()
         if known.get(key, 0) >= size:
@@ -69,18 +69,8 @@ def remember_memory(spec: ModelSpec, size: int) -> None:
             log.warning("%s cannot be written: %s", file, error.strerror)
 
 
-def _fingerprint(spec: ModelSpec) -> str:
-    file: list[object] = [spec.source]
-    try:
-        path = None if spec.file is None else spec.locate()
-        if path is not None:
-            stat = path.stat()
-            file = [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
-    except (ConfigError, OSError):
-        # Without a file there is no measurement.
-        pass
-    identity = json.dumps([spec.engine, file, spec.options], sort_keys=True, default=str)
-    return hashlib.sha256(identity.encode()).hexdigest()
+def _key(spec: ModelSpec) -> str:
+    return hashlib.sha256(describe_spec(spec).encode()).hexdigest()
 
 
 def _read_measurements() -> dict[str, int]:

@@ -189,7 +189,7 @@ def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict
         "object": "text_completion",
         "created": created,
         "model": request.model,
-        "system_fingerprint": openai.FINGERPRINT,
+        "system_fingerprint": request.fingerprint,
         **openai.tier_field(request),
         "choices": [_choice(request, choice) for choice in choices],
         "usage": openai.encode_usage(reply.usage),

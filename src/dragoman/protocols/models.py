@@ -1,15 +1,17 @@
 """Requests and replies of the model list and of the admin API: model status, reload, upstream servers.
 
-OpenAI's model list has extra fields such as context and state. Anthropic's list is paginated.
+OpenAI's model list has extra fields such as context and state. Anthropic's list is paginated. Its models have
+capabilities once they have been loaded.
 """
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from dragoman.core.errors import BadRequest, quote
+from dragoman.core.features import Feature
 from dragoman.protocols import json_body
 from dragoman.protocols.openai import decode_limit
 
@@ -37,19 +39,49 @@ class ModelEntry(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="obj
     quantization: str | None = None
 
 
-def encode_anthropic_model(model: ModelEntry) -> dict[str, Any]:
+class KnownModel(NamedTuple):
+    """A model, and the features of its engine if they are known."""
+
+    entry: ModelEntry
+    features: frozenset[str] | None
+
+
+def encode_anthropic_model(known: KnownModel) -> dict[str, Any]:
+    model = known.entry
     return {
         "type": "model",
         "id": model.id,
         "display_name": model.id,
         "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "lifecycle": "active",
+        "deprecated_at": None,
+        "retires_at": None,
+        "line": None,
         "max_input_tokens": model.max_model_len,
         "max_tokens": model.max_model_len,
+        "capabilities": None if known.features is None else _encode_capabilities(known.features),
     }
 
 
-def encode_anthropic_models(models: Sequence[ModelEntry], query: Mapping[str, str]) -> dict[str, Any]:
+def _encode_capabilities(features: frozenset[str]) -> dict[str, Any]:
+    no, thinks = {"supported": False}, {"supported": Feature.THINKING in features}
+    efforts = dict.fromkeys(("low", "medium", "high", "xhigh", "max"), thinks)
+    modes = {"enabled": thinks, "adaptive": thinks, "disabled": {"supported": True}, "between_tools": no}
+    return {
+        "batch": {"supported": True},
+        "citations": no,
+        "code_execution": no,
+        "context_management": no,
+        "effort": thinks | efforts,
+        "image_input": {"supported": Feature.IMAGES in features},
+        "pdf_input": no,
+        "server_tools": no | {"code_execution": no, "web_search": no},
+        "structured_outputs": {"supported": Feature.CONSTRAINT in features},
+        "thinking": thinks | {"types": modes},
+    }
+
+
+def encode_anthropic_models(models: Sequence[KnownModel], query: Mapping[str, str]) -> dict[str, Any]:
     """Encode a page of models: the first `limit` after `after_id`, or the last `limit` before `before_id`."""
     limit = decode_limit(query, DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
     if "before_id" in query:
@@ -61,13 +93,13 @@ def encode_anthropic_models(models: Sequence[ModelEntry], query: Mapping[str, st
     return {
         "data": [encode_anthropic_model(model) for model in page],
         "has_more": has_more,
-        "first_id": page[0].id if page else None,
-        "last_id": page[-1].id if page else None,
+        "first_id": page[0].entry.id if page else None,
+        "last_id": page[-1].entry.id if page else None,
     }
 
 
-def _find(models: Sequence[ModelEntry], query: Mapping[str, str], name: str) -> int:
-    index = next((at for at, model in enumerate(models) if model.id == query[name]), None)
+def _find(models: Sequence[KnownModel], query: Mapping[str, str], name: str) -> int:
+    index = next((at for at, model in enumerate(models) if model.entry.id == query[name]), None)
     if index is None:
         raise BadRequest(f"{name}: no model named {quote(query[name])}", param=name)
     return index

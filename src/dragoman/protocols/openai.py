@@ -13,7 +13,6 @@ from dragoman.core.errors import BadRequest, DragomanError, quote
 from dragoman.core.events import Event, Started, TextDelta, TokenLogprob, Usage, total_usage
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked, Delivery, GenerationRequest, Image, RepetitionPenalty, Sampling, Text
-from dragoman.core.version import __version__
 from dragoman.protocols.errors import encode_openai_error
 from dragoman.protocols.json_body import encode_texts, missing_field, unknown_fields
 from dragoman.protocols.reply_extras import RunningCounts
@@ -34,8 +33,6 @@ RETENTION_SECONDS: dict[str | None, float] = {"24h": 24 * 3600.0}
 MAX_STOP_LENGTH = 1024
 MAX_BIASES = 1024
 DONE = b"data: [DONE]\n\n"
-FINGERPRINT = f"dragoman-{__version__}"
-"""The version: OpenAI's name for what may change replies besides the request."""
 
 
 def decode_limit(query: Mapping[str, str], default: int, most: int) -> int:
@@ -285,7 +282,7 @@ class StreamEncoder(ABC):
 
     def __init__(self, request: GenerationRequest, created: int, kind: str) -> None:
         self._header = {"id": request.id, "object": kind, "created": created, "model": request.model}
-        self._header["system_fingerprint"] = FINGERPRINT
+        self._header["system_fingerprint"] = request.fingerprint
         self._header |= tier_field(request)
         self._delivery = delivery = request.delivery
         self._with_usage = delivery.usage

@@ -97,7 +97,8 @@ def application(settings: Settings, *, entrance_cpus: float = 0.0) -> serve.Appl
 
 
 class RequestIdMiddleware:
-    """Renames the app's `x-request-id` header, because Ray Serve's proxy adds its own to every reply."""
+    """Renames the app's `x-request-id` header, because Ray Serve's proxy adds its own to every reply. It removes the
+    header if the app has returned the id that the client sent: then its own id is in the other header already."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -105,10 +106,11 @@ class RequestIdMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_renamed(message: Any) -> None:
             if message["type"] == "http.response.start":
-                headers = [
-                    (APP_ID_HEADER if name == SERVE_ID_HEADER else name, value)
-                    for name, value in message.get("headers", ())
-                ]
+                sent = list(message.get("headers", ()))
+                is_renamed = all(name != APP_ID_HEADER for name, _ in sent)
+                headers = [header for header in sent if header[0] != SERVE_ID_HEADER]
+                if is_renamed:
+                    headers += [(APP_ID_HEADER, value) for name, value in sent if name == SERVE_ID_HEADER]
                 message = {**message, "headers": headers}
             await send(message)
 

@@ -13,6 +13,7 @@ Rules
 import asyncio
 import difflib
 import math
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
@@ -62,6 +63,8 @@ RESPONSES_PATH = "/v1/responses"
 """Codex tries a WebSocket here first."""
 CHECK_SECONDS = 0.25
 MAX_SHOWN_PATH = 100
+CLIENT_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+"""An `X-Request-Id` that is returned and logged. Others are ignored."""
 
 AppT = TypeVar("AppT", contravariant=True)
 Handler = Callable[[AppT, HttpExchange], Awaitable[None]]
@@ -287,6 +290,10 @@ class BaseApp(ABC):
         else:
             record.client = self._proxies.client(peer, exchange.headers)
             record.scheme = self._proxies.scheme(peer, exchange.headers)
+        sent_id = exchange.headers.get(b"x-request-id", b"").decode("latin-1")
+        # It may contain a key by mistake.
+        if CLIENT_REQUEST_ID.fullmatch(sent_id) and self._authenticator.redact(sent_id) == sent_id:
+            record.client_request_id = sent_id
         if self.telemetry.is_tracing and b"traceparent" in exchange.headers:
             record.trace = exchange.headers[b"traceparent"].decode("latin-1")[:100]
 

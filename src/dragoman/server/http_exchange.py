@@ -3,8 +3,8 @@
 Rules
 1. When the client disconnects, the task that answers is cancelled.
 2. When the request is late or the server stops, the task is cancelled too, and the client gets an error.
-3. The whole body is read, within a size and a time limit, before it is decoded. A body that is streamed is used while
-   it arrives; its client waits while a piece is used.
+3. The whole body is read, within a size and a time limit, before it is decompressed and decoded. A body that is
+   streamed is used while it arrives; its client waits while a piece is used.
 """
 
 import asyncio
@@ -32,6 +32,7 @@ from dragoman.server.app_calls import JOB, RequestJob
 from dragoman.server.auth.callers import UNRESTRICTED, Caller
 from dragoman.server.auth.host_user import Identify, host_principal
 from dragoman.server.http.bodies import run_in_body_thread
+from dragoman.server.http.content_codings import ACCEPT_ENCODING, decompress_body, parse_codings
 from dragoman.server.http.headers import check_media_type, host_name, merge_headers
 from dragoman.server.http.response import DIRECT, Receive, Response, Scope, Send
 from dragoman.server.request_timer import STREAM_STEP, RequestTimer, slow_body_error, slow_stream_error
@@ -43,6 +44,8 @@ log = logging.getLogger("dragoman.server")
 
 OWN_SCOPE = frozenset({"asgi", "extensions", "server"})
 """Parts of an ASGI scope that belong to one process."""
+BODY_HEADERS = frozenset({b"content-encoding", b"content-length"})
+"""Headers that describe the body as it was sent."""
 
 
 class HttpExchange:
@@ -97,8 +100,9 @@ class HttpExchange:
         return "batch" if is_batch_job or "batch" in (asked, self.caller.priority) else "interactive"
 
     def serializable_scope(self) -> dict[str, Any]:
-        """The part of the scope that another process needs to answer the request."""
-        return {name: value for name, value in self._scope.items() if name not in OWN_SCOPE}
+        """The part of the scope that another process needs to answer the request with the body that was read."""
+        headers = [header for header in self._scope["headers"] if header[0] not in BODY_HEADERS]
+        return {name: value for name, value in self._scope.items() if name not in OWN_SCOPE} | {"headers": headers}
 
     def host_principal(self, identify: Identify | None) -> str | None:
         """The principal of the user of the application that the app is mounted into."""
@@ -119,10 +123,10 @@ class HttpExchange:
         return parse_qsl(self._scope["query_string"].decode("latin-1"))
 
     async def read_body(self, limits: Limits, decode: Callable[[bytes], T]) -> T:
-        """Read the body and decode it; a large one is decoded in a thread."""
+        """Read the body, decompress and decode it; a large one is decoded in a thread."""
         headers = self.headers
-        coding = headers.get(b"content-encoding", b"identity")
-        check_media_type(headers.get(b"content-type", b""), coding, b"origin" in headers)
+        check_media_type(headers.get(b"content-type", b""), b"origin" in headers)
+        codings = self._content_codings() if b"content-encoding" in headers else ()
         if int(headers.get(b"content-length", b"0")) > limits.body_bytes:
             raise self._too_large(limits)
         body = None if self._direct is None else self._direct.take_body()
@@ -131,6 +135,8 @@ class HttpExchange:
         elif len(body) > limits.body_bytes:
             raise self._too_large(limits)
         self._is_body_read = True
+        if codings:
+            body = await decompress_body(body, codings, limits.body_bytes)
         self.weight = len(body)
         is_large = len(body) > LARGE_BODY
         has_too_many, decode_body = partial(has_more_elements, body, limits.body_elements), partial(decode, body)
@@ -138,6 +144,13 @@ class HttpExchange:
             limit = limits.body_elements
             raise TooLarge(f"the body has more than {limit} JSON elements (`limits.body_elements` of this server)")
         return await run_in_body_thread(decode_body) if is_large else decode_body()
+
+    def _content_codings(self) -> tuple[str, ...]:
+        try:
+            return parse_codings(self.headers[b"content-encoding"])
+        except UnsupportedMedia:
+            self.response.extra_headers.append((b"accept-encoding", ACCEPT_ENCODING))
+            raise
 
     async def _receive_body(self, limits: Limits) -> bytes:
         body, has_more = bytearray(), True
@@ -153,7 +166,8 @@ class HttpExchange:
     async def stream_body(self, limits: Limits, most: int, too_large: TooLarge) -> AsyncGenerator[bytes]:
         """The body in pieces. A body of more than `most` bytes raises `too_large`."""
         if self.headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            raise UnsupportedMedia("compressed bodies are not accepted")
+            self.response.extra_headers.append((b"accept-encoding", b"identity"))
+            raise UnsupportedMedia("compressed bodies are not accepted here; send it uncompressed")
         if int(self.headers.get(b"content-length", b"0")) > most:
             self.response.close_connection()
             raise too_large
@@ -237,10 +251,10 @@ class HttpExchange:
         """The error as the client sees it. An unexpected one is logged in full and becomes a plain 500."""
         record, extra = self.record, {"request_id": self.record.id}
         if not isinstance(error, DragomanError):
-            log.error("request %s failed", record.id, exc_info=error, extra=extra)
+            log.error("request %s failed", record.log_id, exc_info=error, extra=extra)
             error = EngineFailed("internal error; see the server's log")
         elif isinstance(error, ModelFailed):
-            log.error("request %s: model %s: %s", record.id, record.model, error.__cause__ or error, extra=extra)
+            log.error("request %s: model %s: %s", record.log_id, record.model, error.__cause__ or error, extra=extra)
         record.error = error.code
         return error
 

@@ -52,6 +52,8 @@ class LeaseInfo(msgspec.Struct, frozen=True, array_like=True):
     reads_fields: tuple[str, ...] = ()
     reads_headers: tuple[str, ...] = ()
     """What else the engine reads, as in `Engine`."""
+    fingerprint: str = ""
+    """As in `GenerationRequest`."""
 
 
 class ModelLease(ABC):
@@ -146,7 +148,8 @@ class LocalModelLease(ModelLease):
         read = [name for name in request.extra if reads_field(fields, name)]
         ignored = check_features(model.name, request.asked, host.supports, request.strict, read)
         sampling = None if model.sampling is NO_DEFAULTS else model.sampling
-        return LeaseInfo(model.name, model.label, self.fallbacks, sampling, ignored, fields, host.reads_headers)
+        notes = ignored, fields, host.reads_headers, host.fingerprint
+        return LeaseInfo(model.name, model.label, self.fallbacks, sampling, *notes)
 
     def _open_entry(
         self, ledger: Ledger, owner: Owner, estimate: Estimate, models: Sequence[ServedModel]

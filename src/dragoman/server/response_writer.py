@@ -1,7 +1,8 @@
 """Writes the response to one request: its headers, and its body whole or as a stream.
 
 Rules
-1. Every response carries `x-request-id`. A response starts once and ends once.
+1. Every response carries `x-request-id`. That is the id that the client sent, if it is well-formed; the server's own is
+   then in `x-dragoman-request-id`. A response starts once and ends once.
 2. A stream sends its head with the first write. Other writers wait until the head is sent.
 3. Whole responses and pieces of a stream are synchronous calls if the connection supports it (see `response.DIRECT`).
 """
@@ -67,7 +68,7 @@ class ResponseWriter:
 
     def warn(self, message: str) -> None:
         """Log a warning about the reply, and name it in X-Dragoman-Warning if the headers are not sent yet."""
-        log.warning("request %s: %s", self._record.id, message, extra={"request_id": self._record.id})
+        log.warning("request %s: %s", self._record.log_id, message, extra={"request_id": self._record.id})
         self._record.warnings += 1
         self._warnings = tuple(dict.fromkeys((*self._warnings, message)))
 
@@ -110,7 +111,11 @@ class ResponseWriter:
         self.is_started = True
         self._record.status = status
         request_id = self._record.id.encode()
-        headers = [(b"content-type", content_type), (b"x-request-id", request_id), *self.extra_headers]
+        sent_id = self._record.client_request_id
+        shown_id = request_id if sent_id is None else sent_id.encode()
+        headers = [(b"content-type", content_type), (b"x-request-id", shown_id), *self.extra_headers]
+        if sent_id is not None:
+            headers.append((b"x-dragoman-request-id", request_id))
         if self.family.id_header is not None:
             headers.append((self.family.id_header, request_id))
         if self._ignored:

@@ -323,7 +323,7 @@ def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict
         "object": "chat.completion",
         "created": created,
         "model": request.model,
-        "system_fingerprint": openai.FINGERPRINT,
+        "system_fingerprint": request.fingerprint,
         **openai.tier_field(request),
         "choices": [
             {

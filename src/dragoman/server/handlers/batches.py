@@ -66,7 +66,7 @@ async def create(app: App, exchange: HttpExchange) -> None:
 
 async def create_anthropic(app: BaseApp, exchange: HttpExchange) -> None:
     headers, limits, most = exchange.headers, app.settings.limits, app.settings.storage.file_bytes
-    check_media_type(headers.get(b"content-type", b""), b"identity", b"origin" in headers)
+    check_media_type(headers.get(b"content-type", b""), b"origin" in headers)
     too_large = TooLarge(f"the body is larger than {most} bytes (`storage.file_bytes` of this server)")
     scanner, lines = ItemScanner(FIELD, limits.body_bytes), AnthropicLines(FIELD)
     async with write_blob(app.blobs) as sink:

@@ -162,7 +162,9 @@ class _Generation:
         record = self._exchange.record
         for name in lease.fallbacks:
             message = "request %s: model %s cannot answer (%s); trying %s"
-            log_server.warning(message, record.id, lease.label, failure.message, name, extra={"request_id": record.id})
+            log_server.warning(
+                message, record.log_id, lease.label, failure.message, name, extra={"request_id": record.id}
+            )
             self._response.clear_notes()
             try:
                 return await self._run(msgspec.structs.replace(self._decoded, model=name), is_fallback=True)
@@ -253,7 +255,7 @@ def _complete_request(
     record = exchange.record
     if app.settings.telemetry.log_prompts:
         prompt = msgspec.json.encode(decoded.messages or decoded.prompts).decode()
-        log.info("request %s: prompt %s", record.id, prompt, extra={"request_id": record.id})
+        log.info("request %s: prompt %s", record.log_id, prompt, extra={"request_id": record.id})
     limit, sampling = decoded.max_tokens, decoded.sampling
     if info.sampling is not None:
         limit = info.sampling.max_tokens if limit is None else limit
@@ -265,6 +267,7 @@ def _complete_request(
         decoded,
         **http_fields(exchange, decoded, info),
         model=info.model,
+        fingerprint=info.fingerprint,
         max_tokens=limit,
         sampling=sampling,
         delivery=delivery,

@@ -23,6 +23,8 @@ from dragoman.server.http_exchange import HttpExchange
 
 ADMIN_ROOT = "/admin/models"
 POLL_SECONDS = 0.05
+ACTIVE = "active"
+"""The only stage of a model's life in Anthropic's list."""
 UNLOAD_SECONDS = 5.0
 """Time that the reply waits for a model to unload."""
 
@@ -89,6 +91,10 @@ async def _describe(app: App, model: ServedModel) -> wire_models.ModelEntry:
     )
 
 
+async def _describe_known(app: App, model: ServedModel) -> wire_models.KnownModel:
+    return wire_models.KnownModel(await _describe(app, model), model.host.supports if model.host.is_known else None)
+
+
 def _round(value: float | None) -> float | None:
     return None if value is None else round(value, 1)
 
@@ -102,19 +108,22 @@ async def list_models(app: App, exchange: HttpExchange) -> None:
         for model in await entry.all()
         if exchange.caller.may_use(model.name)
     ]
-    listed = [await _describe(app, model) for model in visible]
     if exchange.response.family is ANTHROPIC:
-        await exchange.response.send_json(wire_models.encode_anthropic_models(listed, exchange.query()))
+        stages = exchange.query_list("lifecycle")
+        known = [await _describe_known(app, model) for model in visible if not stages or ACTIVE in stages]
+        await exchange.response.send_json(wire_models.encode_anthropic_models(known, exchange.query()))
     else:
-        await exchange.response.send_json(wire_models.encode_list(listed))
+        await exchange.response.send_json(wire_models.encode_list([await _describe(app, model) for model in visible]))
 
 
 async def one_model(app: App, exchange: HttpExchange) -> None:
     await app.catalog.refresh()
     model = await app.model(exchange, exchange.path.removeprefix("/v1/models/"))
-    entry = await _describe(app, model)
-    is_anthropic = exchange.response.family is ANTHROPIC
-    await exchange.response.send_json(wire_models.encode_anthropic_model(entry) if is_anthropic else entry)
+    if exchange.response.family is ANTHROPIC:
+        known = await _describe_known(app, model)
+        await exchange.response.send_json(wire_models.encode_anthropic_model(known))
+    else:
+        await exchange.response.send_json(await _describe(app, model))
 
 
 async def model_states(app: App, exchange: HttpExchange) -> None:

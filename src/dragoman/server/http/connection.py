@@ -145,8 +145,8 @@ class HttpConnection(asyncio.Protocol):
         elif now >= self._close_due:
             transport.close()
         elif now >= self._head_due:
-            # The event loop first reads what arrived while the process was suspended.
-            if self._is_head_late:
+            # The event loop first reads what arrived while the process was suspended or busy.
+            if self._is_head_late and not self.buffer.has_unread:
                 self._refuse_late_head()
             self._is_head_late = True
         elif is_idle and now - self._received_at >= self._state.keep_alive_seconds:

@@ -26,7 +26,7 @@ Headers = Mapping[bytes, bytes]
 
 SINGLE_VALUED = frozenset(
     {
-        *(b"host", b"authorization", b"x-api-key", b"content-length", b"content-type", b"content-encoding"),
+        *(b"host", b"authorization", b"x-api-key", b"content-length", b"content-type"),
         *(b"origin", b"x-real-ip", b"x-dragoman-timeout", b"x-dragoman-strict", b"traceparent"),
     }
 )
@@ -71,14 +71,12 @@ def host_name(host: bytes) -> bytes | None:
 
 
 @lru_cache(maxsize=256)
-def check_media_type(content_type: bytes, coding: bytes, has_origin: bool) -> None:
-    """Refuse a body that is not JSON or that is compressed."""
+def check_media_type(content_type: bytes, has_origin: bool) -> None:
+    """Refuse a body that is not JSON."""
     media = content_type.partition(b";")[0].strip().lower()
     # A web page of another origin must not send a body without a type; other programs may.
     if media != b"application/json" and (media or has_origin):
         raise UnsupportedMedia("send the body as JSON, with the header 'content-type: application/json'")
-    if coding.lower() != b"identity":
-        raise UnsupportedMedia("compressed bodies are not accepted")
 
 
 class CorsPolicy:

@@ -88,12 +88,20 @@ class ReadBuffer:
 
     def check_disconnect(self) -> None:
         """Poll the socket: while reading is paused, asyncio does not report a disconnect."""
-        if not self._is_paused or len(self.data) <= READ_AHEAD or self._transport.is_closing():
-            return
-        poll = select.poll()
-        poll.register(self._transport.get_extra_info("socket").fileno(), DISCONNECTED)
-        if poll.poll(0):
+        if self._is_paused and len(self.data) > READ_AHEAD and self._polls(DISCONNECTED):
             self._transport.abort()
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether bytes have arrived that the event loop has not read yet, because it is busy."""
+        return self._polls(select.POLLIN)
+
+    def _polls(self, events: int) -> bool:
+        if self._transport.is_closing():
+            return False
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket").fileno(), events)
+        return bool(poll.poll(0))
 
 
 class ResponseConnection(Protocol):

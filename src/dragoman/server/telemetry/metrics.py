@@ -72,6 +72,13 @@ class RequestRecord(msgspec.Struct, omit_defaults=True):
     """Parameters that the engine did not honour."""
     trace: str | None = None
     """The client's `traceparent`, if tracing is on."""
+    client_request_id: str | None = None
+    """The id that the client sent in `X-Request-Id`, if it is well-formed."""
+
+    @property
+    def log_id(self) -> str:
+        """The id in lines of the log, with that of the client."""
+        return self.id if self.client_request_id is None else f"{self.id} ({self.client_request_id})"
 
     def count(self, usage: Usage) -> None:
         self.prompt_tokens += usage.prompt
@@ -93,7 +100,7 @@ class RequestRecord(msgspec.Struct, omit_defaults=True):
 
     def line(self) -> str:
         tokens = f"{self.prompt_tokens}+{self.completion_tokens} tokens"
-        parts = (self.id, self.principal, self.route, self.model or "-", str(self.status), tokens)
+        parts = (self.log_id, self.principal, self.route, self.model or "-", str(self.status), tokens)
         end = self.error or self.finish or "-"
         ignored = f", ignored: {', '.join(self.ignored)}" if self.ignored else ""
         return f"{' '.join(parts)} {self.duration_us / 1000:.1f} ms {end}{ignored}"

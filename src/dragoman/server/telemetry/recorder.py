@@ -5,10 +5,12 @@ The event log is a file of JSON lines:
 
     run_start  schema, time, host, version, models (name, engine, device), config (without secrets)
     request    id, time, route, scope, client, model, principal, key, status, tokens, times in microseconds (queue,
-               first event, first token, duration), finish, error, number of warnings, ignored parameters
+               first event, first token, duration), finish, error, number of warnings, ignored parameters, the client's
+               own id of the request
     run_end    time, totals
 
-The id of a request is the id of its response and its `x-request-id` header. Every line is written immediately, so it
+The id of a request is the id of its response and its `x-request-id` header; if the client sent an id of its own in this
+header, `x-dragoman-request-id`. Every line is written immediately, so it
 survives the process. A line that does not fit on the disk is removed completely.
 """
 

@@ -69,6 +69,7 @@ def _attributes(record: RequestRecord) -> dict[str, AttributeValue]:
         "gen_ai.request.model": record.model,
         "gen_ai.response.model": record.model,
         "gen_ai.response.id": record.id,
+        "http.request.header.x-request-id": None if record.client_request_id is None else [record.client_request_id],
         "gen_ai.response.finish_reasons": None if record.finish is None else [record.finish],
         "gen_ai.usage.input_tokens": record.prompt_tokens,
         "gen_ai.usage.output_tokens": record.completion_tokens,
