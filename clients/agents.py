@@ -1,15 +1,29 @@
 """The coding agents: their settings, how they are asked, and which of their tools the model calls.
 
-The settings are those of docs/agents.md.
+Agents that `dragoman launch` knows are started by it. The other settings are those of docs/agents.md.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from clients.client import ANSWER, COMMAND, KEY, PROMPT, PROOF, URL, Client, Reply, answer, call, script, tool_call
+from clients.client import (
+    ANSWER,
+    COMMAND,
+    KEY,
+    PROMPT,
+    PROOF,
+    URL,
+    Client,
+    Reply,
+    answer,
+    call,
+    launch,
+    script,
+    tool_call,
+)
 
 API = f"{URL}/v1"
-OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+LITELLM_OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 def agents() -> Iterator[Client]:
@@ -19,108 +33,79 @@ def agents() -> Iterator[Client]:
     yield from copilot()
     yield from qwen_code()
     yield from kimi_code()
-    yield cline()
-    yield continue_cli()
-    yield goose()
-    yield pi()
+    yield from launched()
     yield mistral_vibe()
     yield openhands()
     yield mini_swe_agent()
-    yield aider()
 
 
 def claude_code() -> Iterator[Client]:
-    quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"}
-    by_alias = quiet | {"ANTHROPIC_BASE_URL": URL, "ANTHROPIC_API_KEY": KEY}
-    by_name = quiet | {
+    arguments = ("--print", PROMPT, "--allowedTools", "Bash")
+    by_alias = {
         "ANTHROPIC_BASE_URL": URL,
-        "ANTHROPIC_AUTH_TOKEN": KEY,
-        "ANTHROPIC_MODEL": "for-claude-code",
-        "ANTHROPIC_DEFAULT_HAIKU_MODEL": "for-claude-code",
-        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "200000",
+        "ANTHROPIC_API_KEY": KEY,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
-    command = ("claude", "--print", PROMPT, "--allowedTools", "Bash")
-    for name, environment in (("claude-code", by_alias), ("claude-code-model", by_name)):
-        yield Client(
-            name=name,
-            package="@anthropic-ai/claude-code",
-            api="messages",
-            model="for-claude-code",
-            command=command,
-            environment=environment,
-            replies=_described("Bash"),
-        )
+    common = ("@anthropic-ai/claude-code", "messages", "for-claude-code")
+    replies = _described("Bash")
+    yield Client("claude-code", *common, launch("claude", "for-claude-code", *arguments), replies)
+    yield Client("claude-code-alias", *common, ("claude", *arguments), replies, by_alias)
 
 
 def codex() -> Iterator[Client]:
-    command = ("codex", "exec", "--skip-git-repo-check", "--sandbox", "workspace-write")
+    arguments = ("exec", "--skip-git-repo-check", "--sandbox", "workspace-write", PROMPT)
     # Its own provider tries a WebSocket first, and hands over its tools in an item of the input.
-    built_in = ("--config", f'openai_base_url="{API}"')
-    replies = script("exec_command", {"cmd": COMMAND})
+    built_in = ("codex", "--config", f'openai_base_url="{API}"', *arguments)
     common = ("@openai/codex", "responses", "for-codex")
-    files = {".codex/config.toml": "codex.toml"}
-    yield Client("codex", *common, (*command, PROMPT), replies, {"DRAGOMAN_API_KEY": KEY}, files)
-    yield Client("codex-built-in", *common, (*command, *built_in, PROMPT), replies, {"CODEX_API_KEY": KEY})
+    replies = script("exec_command", {"cmd": COMMAND})
+    yield Client("codex", *common, launch("codex", "for-codex", *arguments), replies)
+    yield Client("codex-built-in", *common, built_in, replies, {"CODEX_API_KEY": KEY})
 
 
 def opencode() -> Iterator[Client]:
-    for api in ("chat", "messages", "responses"):
-        yield Client(
-            name=f"opencode-{api}",
-            package="opencode-ai",
-            api=api,
-            model="for-opencode",
-            command=("opencode", "run", "--auto", "--title", "proof", "--model", f"{api}/for-opencode", PROMPT),
-            environment={
-                "DRAGOMAN_API_KEY": KEY,
-                "OPENCODE_DISABLE_MODELS_FETCH": "1",
-                "OPENCODE_DISABLE_AUTOUPDATE": "1",
-            },
-            files={".config/opencode/opencode.json": "opencode.json"},
-            replies=_described("bash"),
-        )
+    arguments = ("run", "--auto", "--title", "proof")
+    quiet = {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1"}
+    own = quiet | {"DRAGOMAN_API_KEY": KEY}
+    files = {".config/opencode/opencode.json": "opencode.json"}
+    replies = _described("bash")
+    command = launch("opencode", "for-opencode", *arguments, PROMPT)
+    yield Client("opencode-chat", "opencode-ai", "chat", "for-opencode", command, replies, quiet)
+    for api in ("messages", "responses"):
+        command = ("opencode", *arguments, "--model", f"{api}/for-opencode", PROMPT)
+        yield Client(f"opencode-{api}", "opencode-ai", api, "for-opencode", command, replies, own, files)
 
 
 def copilot() -> Iterator[Client]:
-    variables: dict[str, Mapping[str, str]] = {
-        "chat": {"COPILOT_PROVIDER_BASE_URL": API},
+    arguments = ("--prompt", PROMPT, "--allow-all-tools")
+    offline = {"COPILOT_OFFLINE": "true"}
+    own = offline | {"COPILOT_PROVIDER_API_KEY": KEY, "COPILOT_MODEL": "for-copilot"}
+    variables: Mapping[str, Mapping[str, str]] = {
         "responses": {"COPILOT_PROVIDER_BASE_URL": API, "COPILOT_PROVIDER_WIRE_API": "responses"},
         "messages": {"COPILOT_PROVIDER_BASE_URL": URL, "COPILOT_PROVIDER_TYPE": "anthropic"},
     }
+    replies = _described("bash")
+    command = launch("copilot", "for-copilot", *arguments)
+    yield Client("copilot-chat", "@github/copilot", "chat", "for-copilot", command, replies, offline)
     for api, chosen in variables.items():
-        yield Client(
-            name=f"copilot-{api}",
-            package="@github/copilot",
-            api=api,
-            model="for-copilot",
-            command=("copilot", "--prompt", PROMPT, "--allow-all-tools"),
-            environment={
-                "COPILOT_PROVIDER_API_KEY": KEY,
-                "COPILOT_MODEL": "for-copilot",
-                "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": "150000",
-                "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": "32000",
-                "COPILOT_OFFLINE": "true",
-                **chosen,
-            },
-            replies=_described("bash"),
-        )
+        command = ("copilot", *arguments)
+        yield Client(f"copilot-{api}", "@github/copilot", api, "for-copilot", command, replies, {**own, **chosen})
 
 
 def qwen_code() -> Iterator[Client]:
-    variables = {
-        "chat": ("openai", "OPENAI", API),
-        "responses": ("openai-responses", "OPENAI", API),
-        "messages": ("anthropic", "ANTHROPIC", URL),
-    }
+    arguments = ("--yolo", PROMPT)
+    replies = _described("run_shell_command", is_background=False)
+    common = ("for-qwen", launch("qwen", "for-qwen", *arguments), replies)
+    yield Client("qwen-chat", "@qwen-code/qwen-code", "chat", *common)
+    variables = {"responses": ("openai-responses", "OPENAI", API), "messages": ("anthropic", "ANTHROPIC", URL)}
     for api, (kind, vendor, base) in variables.items():
         yield Client(
             name=f"qwen-{api}",
             package="@qwen-code/qwen-code",
             api=api,
             model="for-qwen",
-            command=("qwen", "--auth-type", kind, "--yolo", PROMPT),
+            command=("qwen", "--auth-type", kind, *arguments),
+            replies=replies,
             environment={f"{vendor}_BASE_URL": base, f"{vendor}_API_KEY": KEY, f"{vendor}_MODEL": "for-qwen"},
-            replies=_described("run_shell_command", is_background=False),
         )
 
 
@@ -132,69 +117,31 @@ def kimi_code() -> Iterator[Client]:
             api=api,
             model="for-kimi",
             command=("kimi", "--model", api, "--prompt", PROMPT),
-            files={".kimi-code/config.toml": "kimi.toml"},
-            environment={"DRAGOMAN_API_KEY": KEY},
             replies=script("Bash", {"command": COMMAND}),
+            environment={"DRAGOMAN_API_KEY": KEY},
+            files={".kimi-code/config.toml": "kimi.toml"},
         )
 
 
-def cline() -> Client:
-    return Client(
-        name="cline",
-        package="cline",
-        api="chat",
-        model="for-cline",
-        command=("cline", "--auto-approve", "true", PROMPT),
-        files={".cline/data/settings/providers.json": "cline.json"},
-        # Otherwise it leaves a process behind.
-        environment={"CLINE_SESSION_BACKEND_MODE": "local"},
-        replies=script("run_commands", {"commands": [COMMAND]}),
-    )
+def launched() -> Iterator[Client]:
+    """Agents that only need their arguments."""
+    shell = {"command": COMMAND}
+    # aider has no tools: it writes the files that the reply contains.
+    file = f"\n\nproof.txt\n```\n<<<<<<< SEARCH\n=======\n{PROOF}\n>>>>>>> REPLACE\n```\n"
+    edit = [{"output": f"<think>I edit the file.</think>{ANSWER}{file}"}]
+    arguments = ("--edit-format", "diff", "--no-git", "--yes-always", "--no-check-update", "--message", PROMPT)
+    offline = {"PI_OFFLINE": "1"}
+
+    yield _launched("cline", "cline", script("run_commands", {"commands": [COMMAND]}), "--auto-approve", "true", PROMPT)
+    yield _launched("cn", "@continuedev/cli", script("Bash", shell), "--auto", "--print", PROMPT)
+    yield _launched("goose", "@aaif/goose-acp", script("shell", shell), "run", "--no-session", "--text", PROMPT)
+    yield _launched("pi", "@earendil-works/pi-coding-agent", script("bash", shell), "--print", PROMPT, **offline)
+    yield _launched("aider", "aider-chat", edit, *arguments, **LITELLM_OFFLINE)
 
 
-def continue_cli() -> Client:
-    return Client(
-        name="continue",
-        package="@continuedev/cli",
-        api="chat",
-        model="for-continue",
-        command=("cn", "--auto", "--print", PROMPT),
-        files={".continue/config.yaml": "continue.yaml"},
-        environment={"CONTINUE_TELEMETRY_ENABLED": "0"},
-        replies=script("Bash", {"command": COMMAND}),
-    )
-
-
-def goose() -> Client:
-    return Client(
-        name="goose",
-        package="@aaif/goose-acp",
-        api="chat",
-        model="for-goose",
-        command=("goose", "run", "--no-session", "--text", PROMPT),
-        environment={
-            "GOOSE_PROVIDER": "openai",
-            "GOOSE_MODEL": "for-goose",
-            "OPENAI_HOST": URL,
-            "OPENAI_API_KEY": KEY,
-            "GOOSE_MODE": "auto",
-            "GOOSE_DISABLE_KEYRING": "1",
-        },
-        replies=script("shell", {"command": COMMAND}),
-    )
-
-
-def pi() -> Client:
-    return Client(
-        name="pi",
-        package="@earendil-works/pi-coding-agent",
-        api="chat",
-        model="for-pi",
-        command=("pi", "--provider", "dragoman", "--model", "for-pi", "--print", PROMPT),
-        files={".pi/agent/models.json": "pi.json"},
-        environment={"DRAGOMAN_API_KEY": KEY, "PI_OFFLINE": "1"},
-        replies=script("bash", {"command": COMMAND}),
-    )
+def _launched(name: str, package: str, replies: Sequence[Reply], *arguments: str, **environment: str) -> Client:
+    model = f"for-{name}"
+    return Client(name, package, "chat", model, launch(name, model, *arguments), replies, environment)
 
 
 def mistral_vibe() -> Client:
@@ -204,9 +151,9 @@ def mistral_vibe() -> Client:
         api="chat",
         model="for-vibe",
         command=("vibe", "--auto-approve", "--trust", "--prompt", PROMPT),
-        files={".vibe/config.toml": "vibe.toml"},
-        environment={"DRAGOMAN_API_KEY": KEY},
         replies=script("bash", {"command": COMMAND}),
+        environment={"DRAGOMAN_API_KEY": KEY},
+        files={".vibe/config.toml": "vibe.toml"},
     )
 
 
@@ -217,8 +164,13 @@ def openhands() -> Client:
         api="chat",
         model="for-openhands",
         command=("openhands", "--headless", "--override-with-envs", "--exit-without-confirmation", "--task", PROMPT),
-        environment=OFFLINE | {"LLM_BASE_URL": API, "LLM_API_KEY": KEY, "LLM_MODEL": "openai/for-openhands"},
         replies=script("terminal", {"command": COMMAND, "summary": "Write the proof", "security_risk": "LOW"}),
+        environment={
+            "LLM_BASE_URL": API,
+            "LLM_API_KEY": KEY,
+            "LLM_MODEL": "openai/for-openhands",
+            **LITELLM_OFFLINE,
+        },
     )
 
 
@@ -231,31 +183,14 @@ def mini_swe_agent() -> Client:
         api="chat",
         model="for-mini-swe-agent",
         command=("mini", "--yolo", "--exit-immediately", "--model", "openai/for-mini-swe-agent", "--task", PROMPT),
-        environment=OFFLINE
-        | {
+        replies=[answer(end), call("bash", {"command": COMMAND})],
+        environment={
             "OPENAI_BASE_URL": API,
             "OPENAI_API_KEY": KEY,
             "MSWEA_CONFIGURED": "true",
             "MSWEA_COST_TRACKING": "ignore_errors",
+            **LITELLM_OFFLINE,
         },
-        replies=[answer(end), call("bash", {"command": COMMAND})],
-    )
-
-
-def aider() -> Client:
-    # It has no tools: it writes the files that the reply contains.
-    file = f"\n\nproof.txt\n```\n<<<<<<< SEARCH\n=======\n{PROOF}\n>>>>>>> REPLACE\n```\n"
-    return Client(
-        name="aider",
-        package="aider-chat",
-        api="chat",
-        model="for-aider",
-        command=(
-            *("aider", "--model", "openai/for-aider", "--edit-format", "diff", "--no-git", "--yes-always"),
-            *("--no-check-update", "--no-show-model-warnings", "--message", PROMPT),
-        ),
-        environment=OFFLINE | {"OPENAI_API_BASE": API, "OPENAI_API_KEY": KEY},
-        replies=[{"output": f"<think>I edit the file.</think>{ANSWER}{file}"}],
     )
 
 

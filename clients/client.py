@@ -7,7 +7,9 @@ The command of the tool puts PROOF together, so the model sees it only if the to
 """
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 URL = "http://127.0.0.1:8000"
@@ -17,7 +19,7 @@ PROMPT = "Write the proof and tell me what you wrote."
 PROOF = "proof-4711"
 ANSWER = f"The tool wrote {PROOF}."
 COMMAND = "printf proof-%d 4711 | tee proof.txt"
-CONTEXT = 200_000
+DRAGOMAN = ("env", f"PYTHONPATH={Path(__file__).parents[1] / 'src'}", sys.executable, "-m", "dragoman")
 
 Reply = Mapping[str, str]
 """An entry of `replies` of the scripted engine."""
@@ -38,6 +40,8 @@ class Client(NamedTuple):
     """How often the answer is printed: programs ask twice, collected and streamed."""
     refused: frozenset[int] = frozenset()
     """Statuses that it is known to go on from."""
+    context: int = 200_000
+    """Of its model."""
 
 
 class Outcome(NamedTuple):
@@ -47,6 +51,11 @@ class Outcome(NamedTuple):
     seconds: float
     problem: str
     """Empty if it has passed."""
+
+
+def launch(agent: str, model: str, *arguments: str) -> Sequence[str]:
+    """The command that starts an agent with the settings of `dragoman launch`."""
+    return (*DRAGOMAN, "launch", agent, "--url", URL, "--api-key", KEY, "--model", model, "--", *arguments)
 
 
 def script(tool: str, arguments: Mapping[str, Any]) -> list[Reply]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from clients.client import CONTEXT, KEY, Client
+from clients.client import KEY, Client, Reply
 
 SLOW = "for-cancelling"
 START_SECONDS = 60
@@ -44,13 +44,13 @@ def configure(clients: Sequence[Client]) -> dict[str, Any]:
     slow = scripted([]) | {"prefill_seconds": 60, "slots": 1}
     return {
         "api_keys": [KEY],
-        "models": {client.model: scripted(client.replies) for client in clients} | {SLOW: slow},
+        "models": {client.model: scripted(client.replies, client.context) for client in clients} | {SLOW: slow},
         "aliases": {"claude-*": "for-claude-code", "gpt-*": "for-codex"},
         "telemetry": {"metrics": "open"},
     }
 
 
-def scripted(replies: Sequence[Mapping[str, Any]], context: int = CONTEXT) -> dict[str, Any]:
+def scripted(replies: Sequence[Reply], context: int | None = None) -> dict[str, Any]:
     return {"engine": "scripted", "format": "hermes", "context": context, "replies": list(replies)}
 
 

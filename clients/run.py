@@ -77,9 +77,9 @@ def _is_chosen(name: str, wanted: Sequence[str]) -> bool:
 
 
 def show(outcomes: Sequence[Outcome]) -> None:
-    print(f"\n{'client':<20}{'package':<33}{'version':<10}{'API':<11}{'requests':>8}{'seconds':>9}  result")
+    print(f"\n{'client':<24}{'package':<33}{'version':<10}{'API':<11}{'requests':>8}{'seconds':>9}  result")
     for client, version, requests, seconds, problem in outcomes:
-        row = f"{client.name:<20}{client.package:<33}{version:<10}{client.api:<11}{requests:>8}{seconds:>9.1f}"
+        row = f"{client.name:<24}{client.package:<33}{version:<10}{client.api:<11}{requests:>8}{seconds:>9.1f}"
         print(f"{row}  {problem or 'passed'}")
 
 

@@ -15,11 +15,12 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from clients import packages
-from clients.client import KEY, URL, Client, Outcome, Reply, tool_call
+from clients.client import KEY, URL, Client, Outcome, Reply, launch, tool_call
 from clients.rehearsal import SLOW, Server
 from clients.trial import Home, Run, find_bad_end, find_refusals, finish, show_failure
 
@@ -31,71 +32,64 @@ CANCELLED = "Think about it for a long time."
 LAST = "What is the launch code?"
 ANSWER = f"The launch code is still {FACT}."
 STEPS = 6
-CONTEXT = 40_000
+CONTEXT = 30_000
 CANCEL_SECONDS = 30
 
 COMPACTION = "CRITICAL: Respond with TEXT ONLY|CONTEXT CHECKPOINT COMPACTION|Now write (the|one) summary"
 """In what Claude Code, Codex and Dragoman itself ask for a summary with."""
 COMMANDS = {
     "read": "cat note.txt",
-    "step": "echo step >> steps.txt; echo STEP DONE; seq 1 4000 | tr '\\n' ' '",
+    "step": "echo step >> steps.txt; echo STEP DONE; seq 1 5000 | tr '\\n' ' '",
 }
 
 
 class Session(NamedTuple):
     client: Client
-    first: Callable[[str, str], Sequence[str]]
-    """The command of the first turn, from the prompt and an id."""
-    resume: Callable[[str, str], Sequence[str]]
-    slow: Sequence[str]
-    """Arguments that select the slow model."""
+    command: Callable[[str, Sequence[str]], Sequence[str]]
+    """From a model and the arguments of a turn."""
+    first: Callable[[str], Sequence[str]]
+    """The arguments of the first turn that come before its prompt, from an id."""
+    resume: Callable[[str], Sequence[str]]
+    """Those of the next turns."""
     find_id: Callable[[Run], str] | None = None
     """Where a session that chooses its own id shows it."""
 
 
 def sessions() -> Iterator[Session]:
     yield claude_code()
-    yield codex("codex-session", {"DRAGOMAN_API_KEY": KEY}, {".codex/config.toml": "codex.toml"})
+    yield codex("codex-session", partial(launch, "codex"))
     # The built-in provider uses a WebSocket, and lets the server shorten the conversation.
-    yield codex("codex-built-in-session", {"CODEX_API_KEY": KEY}, {}, "--config", f'openai_base_url="{URL}/v1"')
+    flags = ("codex", "--config", f'openai_base_url="{URL}/v1"', "--config", f"model_context_window={CONTEXT}")
+    yield codex(
+        "codex-built-in-session",
+        lambda model, *arguments: (*flags, "--model", model, *arguments),
+        {"CODEX_API_KEY": KEY},
+    )
 
 
 def claude_code() -> Session:
-    command = ("claude", "--print", "--allowedTools", "Bash")
+    model, replies = "for-claude-session", remember("Bash", "command")
+    command = partial(launch, "claude")
+    arguments = ("--print", "--allowedTools", "Bash")
     return Session(
-        Client(
-            name="claude-code-session",
-            package="@anthropic-ai/claude-code",
-            api="messages",
-            model="for-claude-session",
-            command=(),
-            environment={
-                "ANTHROPIC_BASE_URL": URL,
-                "ANTHROPIC_AUTH_TOKEN": KEY,
-                "ANTHROPIC_MODEL": "for-claude-session",
-                "ANTHROPIC_DEFAULT_HAIKU_MODEL": "for-claude-session",
-                "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-                "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(CONTEXT),
-            },
-            replies=remember("Bash", "command"),
-        ),
-        first=lambda prompt, name: (*command, "--session-id", name, prompt),
-        resume=lambda prompt, name: (*command, "--resume", name, prompt),
-        slow=("--model", SLOW),
+        Client("claude-code-session", "@anthropic-ai/claude-code", "messages", model, (), replies, context=CONTEXT),
+        lambda model, turn: command(model, *arguments, *turn),
+        first=lambda name: ("--session-id", name),
+        resume=lambda name: ("--resume", name),
     )
 
 
-def codex(name: str, environment: Mapping[str, str], files: Mapping[str, str], *flags: str) -> Session:
-    command = (
-        *("codex", "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "--model", "for-codex-session"),
-        *("--config", f"model_context_window={CONTEXT}", "--config", "model_auto_compact_token_limit=9000", *flags),
+def codex(name: str, command: Callable[..., Sequence[str]], environment: Mapping[str, str] = {}) -> Session:
+    model, replies = "for-codex-session", remember("exec_command", "cmd")
+    arguments = (
+        *("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access"),
+        *("--config", "model_auto_compact_token_limit=9000"),
     )
-    replies = remember("exec_command", "cmd")
     return Session(
-        Client(name, "@openai/codex", "responses", "for-codex-session", (), replies, environment, files),
-        first=lambda prompt, name: (*command, prompt),
-        resume=lambda prompt, name: (*command, "resume", name, prompt),
-        slow=("--model", SLOW),
+        Client(name, "@openai/codex", "responses", model, (), replies, environment, context=CONTEXT),
+        lambda model, turn: command(model, *arguments, *turn),
+        first=lambda name: (),
+        resume=lambda name: ("resume", name),
         find_id=lambda run: re.findall(r"session id: (\S+)", run.errors)[0],
     )
 
@@ -138,13 +132,13 @@ def hold(session: Session, server: Server) -> Outcome:
 
 def _take_turns(session: Session, home: Home, server: Server) -> tuple[str, Run]:
     """The problem, if there is one, and the last run."""
-    name, before = str(uuid.uuid4()), len(server.answers())
-    run = home.run(session.first(FIRST, name))
+    name, model, before = str(uuid.uuid4()), session.client.model, len(server.answers())
+    run = home.run(session.command(model, (*session.first(name), FIRST)))
     if problem := find_bad_end(run):
         return f"first turn: {problem}", run
     name = name if session.find_id is None else session.find_id(run)
     for number in range(1, STEPS + 1):
-        run = home.run(session.resume(STEP, name))
+        run = home.run(session.command(model, (*session.resume(name), STEP)))
         if problem := find_bad_end(run):
             return f"step {number}: {problem}", run
     run = _cancel(session, home, server, name)
@@ -152,7 +146,7 @@ def _take_turns(session: Session, home: Home, server: Server) -> tuple[str, Run]
         return "SIGINT did not end it", run
     if not _wait_until(lambda: server.answers()[-1][0] == 499 and not server.is_busy(SLOW)):
         return "the server did not cancel the request", run
-    run = home.run(session.resume(LAST, name))
+    run = home.run(session.command(model, (*session.resume(name), LAST)))
     if problem := find_bad_end(run):
         return f"last turn: {problem}", run
     if ANSWER not in run.output:
@@ -165,7 +159,7 @@ def _take_turns(session: Session, home: Home, server: Server) -> tuple[str, Run]
 
 def _cancel(session: Session, home: Home, server: Server, name: str) -> Run:
     """Send SIGINT while the server works on the request of a turn."""
-    process = home.start([*session.resume(CANCELLED, name), *session.slow])
+    process = home.start(session.command(SLOW, (*session.resume(name), CANCELLED)))
     _wait_until(lambda: server.is_busy(SLOW))
     process.send_signal(signal.SIGINT)
     return finish(process, CANCEL_SECONDS)

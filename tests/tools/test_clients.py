@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from clients import packages
-from clients.agents import agents
 from clients.client import ANSWER, PROOF, URL, Client
-from clients.programs import programs
-from clients.rehearsal import configure, end
+from clients.rehearsal import SLOW, configure, end
+from clients.run import trials
 from clients.trial import Home, Run, find_problem
 
 from dragoman.config.loading import Flags, load_settings
@@ -21,7 +20,7 @@ from tests.support.workers import alive
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
 SHOW = "import os, sys; print(os.environ['HOME'], os.getcwd(), os.environ['BASE'], sys.argv[1])"
 LEAVE = "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3).pid)"
-CLIENTS = [*agents(), *programs()]
+CLIENTS = [trial.client for trial in trials()]
 CLIENT = Client("small", "small", "chat", "small", (), (), {"BASE": f"{URL}/v1"}, answers=2, refused=frozenset({400}))
 
 
@@ -87,4 +86,4 @@ def test_the_scripts_of_the_clients_are_valid(tmp_path: Path) -> None:
     file = tmp_path / "dragoman.json"
     file.write_text(json.dumps(configure(CLIENTS)))
     settings = load_settings(str(file), Flags(), {})
-    assert {model.name for model in settings.models} == {client.model for client in CLIENTS}
+    assert {model.name for model in settings.models} == {SLOW, *(client.model for client in CLIENTS)}
