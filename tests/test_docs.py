@@ -10,7 +10,6 @@ Rules for the code blocks of README.md and of the pages in docs/
 6. A block after the line `<!-- not run: REASON -->` is skipped.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import yaml
 from dragoman.config.loading import Flags, load
 from dragoman.config.settings import Settings
 from dragoman.core import errors
+from tests.support.pytest_runs import environment, run_pytest
 from tests.support.server_process import Running, serving
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +38,15 @@ TIMEOUT_SECONDS = 120
 CLIENT_ONLY = {"MalformedToolCall", "OutputMismatch", "StepLimitReached"}
 SERVER_ONLY = {
     *("EngineFailed", "EngineDied", "EngineTimeout", "DeadlineExceeded", "ModelFailed", "StorageUnavailable"),
-    *("InvalidConfig", "ThreadUnsupported", "PreviousResponseNotFound", "TokensLimited", "RequestTimeout"),
+    *(
+        "CompactionFailed",
+        "InvalidSeal",
+        "InvalidConfig",
+        "ThreadUnsupported",
+        "PreviousResponseNotFound",
+        "TokensLimited",
+        "RequestTimeout",
+    ),
     *("UnsupportedMedia", "UpgradeRequired", "HeadersTooLarge", "NoRoomForReply", "RequestRefused", "DragomanError"),
 }
 """Errors that the client does not raise for other servers."""
@@ -195,7 +203,7 @@ def test_python_runs(page: Path, server: Running, tmp_path: Path) -> None:
     if scripts:
         run(tmp_path, str(RUN_EXAMPLES), *scripts)
     if tests:
-        run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+        assert_success(run_pytest(tmp_path, "-q", *tests))
 
 
 def run(folder: Path, *arguments: str) -> None:
@@ -208,10 +216,8 @@ def run(folder: Path, *arguments: str) -> None:
         text=True,
         check=False,
     )
+    assert_success(done)
+
+
+def assert_success(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def environment() -> dict[str, str]:
-    """The environment of the tests, without settings of the SDKs and without proxies."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "ANTHROPIC_"))}
-    return {**inherited, "NO_PROXY": "*", "no_proxy": "*"}

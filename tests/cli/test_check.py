@@ -74,6 +74,8 @@ ERRORS = {
     "port: 1\nstorage: {address: 'sqlite:///x.db'}\n": ["2: storage: expected memory, a path, or postgresql://"],
     "storage: .\n": ["1: storage: . is a folder; expected a file"],
     "event_log: .\n": ["1: event_log: . is a folder; expected a file"],
+    "record: none/r.jsonl\n": ["1: record: there is no folder none"],
+    "event_log: r.jsonl\nrecord: r.jsonl\n": ["2: record: r.jsonl is the event log; give the recording a file"],
     "socket: none/s\n": ["1: socket: there is no folder none"],
     "keys:\n  store: none/k.db\n": ["2: keys.store: there is no folder none; `dragoman keys create NAME` makes it"],
     "keys: {jwt: {algorithm: HS256, key_file: gone}}\n": ["1: keys.jwt.key_file: gone cannot be read: No such file"],

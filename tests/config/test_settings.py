@@ -251,14 +251,18 @@ ERRORS = {
     "models:\n  a: {path: 5}": "2: models.a.path: expected str | null, got int",
     "models:\n  a: {engine: scripted, source: x}": "2: models.a.source: the engine scripted takes no source",
     "models:\n  a:\n    engine: scripted\n    replies:\n      - output: x\n      - match: y": "6: models.a.replies[1]: "
-    "output is missing",
+    "output is missing; give output, reasoning, calls or error",
     "models:\n  a:\n    engine: scripted\n    replies:\n      - output: x\n        mach: y": "6: "
-    "models.a.replies[0].mach: unknown key; keys: output, match, seen",
+    "models.a.replies[0].mach: unknown key; keys: output, match, ...",
     "models:\n  a: {engine: scripted, replies: [{match: '(', output: x}]}": "2: models.a.replies[0]: match is not a "
     "regular expression: '(' (missing ), unterminated subpattern at position 0)",
     "models:\n  a:\n    engine: scripted\n    replies:\n      - {output: 1, match: 2}\n      - {output: 3}": "5: "
-    "models.a.replies[0].output: expected str, got int\ndragoman.yaml:5: models.a.replies[0].match: expected str "
-    "| null, got int\ndragoman.yaml:6: models.a.replies[1].output: expected str, got int",
+    "models.a.replies[0].output: expected str | null, got int\ndragoman.yaml:5: models.a.replies[0].match: expected "
+    "str | null, got int\ndragoman.yaml:6: models.a.replies[1].output: expected str | null, got int",
+    "models:\n  a:\n    engine: scripted\n    format: hermes\n    replies:\n      - {reasoning: x, output: y}": "4: "
+    "models.a.format: `reasoning` and `calls` of a reply need the format plain",
+    "models:\n  a:\n    engine: scripted\n    replies:\n      - error: {code: nope}": "5: "
+    "models.a.replies[0].error.code: unknown code 'nope'; one of ...",
     "host: not a host": "1: host: expected a name or an address to listen on, as 127.0.0.1, got 'not a host'",
     "hosts:\n  - a.example\n  - http://x.y": "3: hosts[1]: expected a name without scheme, port and path, as "
     "llm.example or [::1], got 'http://x.y'",

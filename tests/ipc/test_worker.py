@@ -39,7 +39,7 @@ pytestmark = pytest.mark.anyio
 async def test_worker_behaves_like_its_engine(engine: WorkerEngine) -> None:
     assert [(info.name, info.owner, info.context) for info in engine.models()] == [("obedient", "tests", 99)]
     assert (engine.device, engine.slots, engine.emits_tool_calls) == ("pretend", 3, True)
-    assert engine.supports() == {"chat", "completion", "render", "tokenize"}
+    assert engine.supports() == {"chat", "completion", "count_tokens", "render", "tokenize"}
     said = await events(engine, "count 3")
     assert said == [Started(), *(TextDelta(f"{at} ", tokens=(at,)) for at in range(3)), Finished()]
     assert engine.kv_used == 0.03

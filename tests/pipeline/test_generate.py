@@ -13,7 +13,8 @@ from dragoman.core.events import Event, Finished, Started, TextDelta, TokenLogpr
 from dragoman.core.features import Feature
 from dragoman.core.reply import Reply
 from dragoman.core.request import Asked, GenerationRequest, Message, Sampling, Text
-from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions, ScriptedReply
+from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions
+from dragoman.engines.scripted_replies import ScriptedReply
 from dragoman.models.admission import Admission, Slots
 from dragoman.pipeline.generate import check_features, check_limits, generate
 from tests.support.generation import whole

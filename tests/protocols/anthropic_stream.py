@@ -39,6 +39,7 @@ def accumulated(payloads: list[dict[str, Any]]) -> dict[str, Any]:
         assert {payload["index"] for payload in block} == {len(message["content"])}
         message["content"].append(_block(block[0], block[1:-1]))
     message |= last_delta["delta"]
+    message |= {name: value for name, value in last_delta.items() if name not in ("type", "delta", "usage")}
     message["usage"] |= last_delta["usage"]
     return message
 
@@ -47,6 +48,11 @@ def _block(start: dict[str, Any], deltas: list[dict[str, Any]]) -> dict[str, Any
     assert start["type"] == "content_block_start"
     block: dict[str, Any] = start["content_block"]
     kind = block["type"]
+    if kind == "compaction":
+        for delta in (payload["delta"] for payload in deltas):
+            assert (delta["type"], block["content"]) == ("compaction_delta", None)
+            block |= {name: delta[name] for name in ("content", "encrypted_content")}
+        return block
     assert not block[TEXT_FIELDS[kind]]
     assert deltas
     pieces = []

@@ -42,9 +42,12 @@ def accumulated(payloads: list[dict[str, Any]]) -> dict[str, Any]:
 def _item(added: dict[str, Any], inner: list[dict[str, Any]], done: dict[str, Any]) -> dict[str, Any]:
     assert added["type"] == "response.output_item.added"
     begun = added["item"]
-    assert begun["status"] == "in_progress"
     assert (begun["type"], begun["id"]) == (done["type"], done["id"])
     assert all(payload["item_id"] == done["id"] for payload in inner)
+    if done["type"] == "compaction":
+        assert {payload["type"] for payload in inner} <= {"response.compaction.compacting"}
+        return done
+    assert begun["status"] == "in_progress"
     if done["type"] in PARTS:
         assert begun["content"] == []
         _content(PARTS[done["type"]], inner, done["content"])

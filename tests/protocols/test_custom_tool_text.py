@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dragoman.protocols.responses.calls import CallFields, TextExtractor, decode_arguments
-from dragoman.protocols.responses.items import decode_reasoning, encode_reasoning
+from dragoman.protocols.sealed import Seal
 from tests.support.text_splits import cut, cuttings
 
 CASES = {
@@ -47,13 +47,13 @@ def test_round_trip_with_any_split(text: str, indent: int | None, plain: bool, p
 
 @given(st.text())
 def test_encrypted_reasoning_round_trip(reasoning: str) -> None:
-    assert decode_reasoning(encode_reasoning(reasoning)) == reasoning
-    assert decode_reasoning(encode_reasoning(reasoning)[:-4] + "AAA=") in (None, reasoning)
+    assert Seal.REASONING.open(Seal.REASONING.seal(reasoning)) == reasoning
+    assert Seal.REASONING.open(Seal.REASONING.seal(reasoning)[:-4] + "AAA=") in (None, reasoning)
 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "gAAAAABo", "dgm1.", "dgm1.!!", "dgm1.AAAA", encode_reasoning("a")[:-1], encode_reasoning("a") + "A"],
+    ["", "gAAAAABo", "dgm1.", "dgm1.!!", "dgm1.AAAA", Seal.REASONING.seal("a")[:-1], Seal.REASONING.seal("a") + "A"],
 )
 def test_foreign_encrypted_reasoning(content: str) -> None:
-    assert decode_reasoning(content) is None
+    assert Seal.REASONING.open(content) is None

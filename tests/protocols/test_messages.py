@@ -23,7 +23,7 @@ from dragoman.core.request import (
     ToolResult,
 )
 from dragoman.protocols.messages import server as messages
-from dragoman.protocols.messages.blocks import sign
+from dragoman.protocols.messages.blocks import SIGNATURE
 from tests.protocols import wire
 from tests.protocols.wire import HI, asked, invalid
 
@@ -60,7 +60,7 @@ def test_conversation() -> None:
             turn("user", text("Weather?", cache_control=None)),
             turn(
                 "assistant",
-                {"type": "thinking", "thinking": "Ask.", "signature": sign("Ask.")},
+                {"type": "thinking", "thinking": "Ask.", "signature": SIGNATURE.sign("Ask.")},
                 {"type": "redacted_thinking", "data": "c2VjcmV0"},
                 text("Let me see."),
                 {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Köln"}},
@@ -72,7 +72,7 @@ def test_conversation() -> None:
         ],
     )
     calls = (ToolCall("toolu_1", "weather", '{"city":"Köln"}'), ToolCall("toolu_2", "time", "{}"))
-    reasoning = (Reasoning("Ask.", sign("Ask.")), Reasoning("", "c2VjcmV0"))
+    reasoning = (Reasoning("Ask.", SIGNATURE.sign("Ask.")), Reasoning("", "c2VjcmV0"))
     assert request.messages == (
         Message("system", (Text("Be brief.\n\nBe kind."),)),
         Message("user", (Text("Weather?"),)),
@@ -213,7 +213,6 @@ def test_fields_without_effect() -> None:
 
 def test_unsupported_fields_are_reported() -> None:
     fields: dict[str, Any] = {
-        "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
         "container": "c",
         "mcp_servers": [{"type": "url", "url": "https://x", "name": "x"}],
         "inference_geo": "eu",

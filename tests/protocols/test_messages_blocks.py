@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dragoman.core.request import Image, Message, Reasoning, Text, ToolResult
-from dragoman.protocols.messages.blocks import sign
+from dragoman.protocols.messages.blocks import SIGNATURE
 from tests.protocols import wire
 from tests.protocols.wire import HI, asked
 
@@ -79,24 +79,21 @@ def test_server_tool_blocks_become_text() -> None:
         "assistant",
         {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
         {"type": "web_search_tool_result", "tool_use_id": "s", "content": [found]},
-        {"type": "compaction", "content": "They met."},
-        {"type": "compaction", "content": None},
         {"type": "fallback"},
     )
     assert [part.text for part in message.parts if isinstance(part, Text)] == [
         '<server_tool_use>\n<name>web_search</name>\n{"query":"x"}\n</server_tool_use>',
         '<web_search_tool_result>\n[{"type":"web_search_result","title":"X","url":"https://x"}]\n</web_search_tool_result>',
-        "<summary>\nThey met.\n</summary>",
     ]
 
 
-@pytest.mark.parametrize("signature", [None, "", "c2ln", "EqQBCkYIARgC", sign("hm")])
+@pytest.mark.parametrize("signature", [None, "", "c2ln", "EqQBCkYIARgC", SIGNATURE.sign("hm")])
 def test_accepted_signatures(signature: str | None) -> None:
     (message,) = decode_blocks("assistant", {"type": "thinking", "thinking": "hm", "signature": signature})
     assert message.parts == (Reasoning("hm", signature or None),)
 
 
-@pytest.mark.parametrize("signature", [sign("other"), "dgm1.", "dgm1.AAAA"])
+@pytest.mark.parametrize("signature", [SIGNATURE.sign("other"), "dgm1.", "dgm1.AAAA"])
 def test_own_signature_must_match_the_thinking(signature: str) -> None:
     block = {"type": "thinking", "thinking": "hm", "signature": signature}
     turn = {"role": "assistant", "content": [text("x"), block]}

@@ -22,7 +22,7 @@ from dragoman.core.events import (
     Usage,
 )
 from dragoman.core.request import GenerationRequest
-from dragoman.protocols.messages.blocks import sign
+from dragoman.protocols.messages.blocks import SIGNATURE
 from dragoman.protocols.registry import ANTHROPIC
 from tests.protocols.anthropic_stream import accumulated, read
 from tests.protocols.wire import collected, encode_reply, encoder
@@ -82,7 +82,7 @@ MESSAGE: dict[str, Any] = {
     "role": "assistant",
     "model": "m",
     "content": [
-        {"type": "thinking", "thinking": "I had better ask.", "signature": sign("I had better ask.")},
+        {"type": "thinking", "thinking": "I had better ask.", "signature": SIGNATURE.sign("I had better ask.")},
         {"type": "text", "text": "Let me see."},
         {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Köln"}},
         {"type": "tool_use", "id": "call_2", "name": "time", "input": {}},
@@ -104,7 +104,7 @@ def test_stream_frames() -> None:
         block(0, "thinking", thinking="", signature=""),
         delta(0, "thinking_delta", thinking="I had "),
         delta(0, "thinking_delta", thinking="better ask."),
-        delta(0, "signature_delta", signature=sign("I had better ask.")),
+        delta(0, "signature_delta", signature=SIGNATURE.sign("I had better ask.")),
         stop(0),
         block(1, "text", text=""),
         delta(1, "text_delta", text="Let "),

@@ -68,7 +68,7 @@ TOOLS = (Tool("weather", "The weather.", SCHEMA), Tool("clock", "", {"type": "ob
 def normalized(request: GenerationRequest, protocol: str) -> Any:
     """Remove what the server adds, and what the protocol cannot express."""
     plain = msgspec.to_builtins(request)
-    for name in ("asked", "extra", "delivery", "choices", "best_of", "echo"):
+    for name in ("asked", "extra", "delivery", "choices", "best_of", "echo", "edits"):
         del plain[name]
     if protocol != "messages":
         del plain["keep_seconds"]
@@ -101,6 +101,8 @@ def joined(protocol: str, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join adjacent texts, and remove the signatures that only messages keep."""
     found: list[dict[str, Any]] = []
     for part in parts:
+        if part["type"] == "summary":
+            part["type"] = "text"
         if protocol != "messages":
             part.pop("signature", None)
             part.pop("is_error", None)

@@ -24,8 +24,8 @@ from dragoman.core.request import (
     ToolCall,
     ToolResult,
 )
-from dragoman.protocols.responses.items import encode_reasoning
 from dragoman.protocols.responses.server import decode, parse
+from dragoman.protocols.sealed import Seal
 from tests.protocols import wire
 from tests.protocols.wire import asked, decode_response
 
@@ -110,7 +110,7 @@ ITEMS: list[tuple[list[dict[str, Any]], list[Message]]] = [
         [{"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}, CALL, OUTPUT],
         [assistant(Reasoning("hm"), CALLED), DONE],
     ),
-    ([{"type": "reasoning", "encrypted_content": encode_reasoning("deep")}], [assistant(Reasoning("deep"))]),
+    ([{"type": "reasoning", "encrypted_content": Seal.REASONING.seal("deep")}], [assistant(Reasoning("deep"))]),
     # Empty reasoning is dropped.
     ([HELLO, {"type": "reasoning", "content": None, "encrypted_content": None}], [message("user", Text("hello"))]),
     (
@@ -166,7 +166,6 @@ def test_items(items: list[dict[str, Any]], decoded: list[Message]) -> None:
     [
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
         {"type": "computer_call_output", "call_id": "c", "output": {}},
-        {"type": "compaction", "encrypted_content": "gAAA"},
         {"type": "of_tomorrow"},
         {"type": "item_reference", "id": "rs_gone"},
     ],
@@ -186,7 +185,7 @@ FIELDS: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
     ({"text": {"verbosity": "low"}}, [("verbosity", "text.verbosity")]),
     ({"reasoning": {"summary": "auto"}}, [("unknown", "reasoning.summary")]),
     ({"reasoning": {"effort": "low"}}, [("thinking", "reasoning.effort")]),
-    ({"context_management": [{"type": "compaction"}]}, [("unknown", "context_management")]),
+    ({"context_management": [{"type": "compaction"}]}, [("count_tokens", "context_management[0]")]),
     ({"stream_options": {"include_obfuscation": True}}, [("unknown", "stream_options.include_obfuscation")]),
     ({"include": ["message.output_text.logprobs"]}, [("logprobs", "include")]),
     ({"top_logprobs": 2}, [("logprobs", "top_logprobs")]),

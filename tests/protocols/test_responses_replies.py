@@ -25,8 +25,8 @@ from dragoman.core.events import (
 from dragoman.core.request import GenerationRequest
 from dragoman.protocols.responses.calls import ClientTool
 from dragoman.protocols.responses.encoder import ResponseEncoding
-from dragoman.protocols.responses.items import encode_reasoning
 from dragoman.protocols.responses.server import ResponseContext
+from dragoman.protocols.sealed import Seal
 from tests.protocols.response_events import accumulated, read
 from tests.protocols.wire import collected, decode_response
 
@@ -83,7 +83,7 @@ def test_encrypted_reasoning() -> None:
     context = msgspec.structs.replace(CONTEXT, encrypts_reasoning=True)
     final = accumulated(streamed(Started(), ReasoningDelta("hm"), TextDelta("so"), Finished(), context=context))
     assert final["output"][0]["content"] == [{"type": "reasoning_text", "text": "hm"}]
-    assert final["output"][0]["encrypted_content"] == encode_reasoning("hm")
+    assert final["output"][0]["encrypted_content"] == Seal.REASONING.seal("hm")
 
 
 def test_calls() -> None:

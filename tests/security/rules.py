@@ -38,6 +38,7 @@ RULES: dict[str, Rule] = {
     "/v1/messages/count_tokens": Rule("messages", {"POST": 400}),
     "/v1/responses": Rule("responses", {"POST": 400, "GET": 405}),
     "/v1/responses/input_tokens": Rule("responses", {"POST": 400}),
+    "/v1/responses/compact": Rule("responses", {"POST": 400}),
     "/v1/files": Rule("files", {"POST": 415, "GET": 200}),
     "/v1/conversations": Rule("responses", {"POST": 200}),
     "/v1/embeddings": Rule("embeddings", {"POST": 400}),

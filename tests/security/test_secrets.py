@@ -66,6 +66,10 @@ class Watched:
         }
         return found | files | {f"command line of {pid}": command_of(pid) for pid in self.processes()}
 
+    def recording(self) -> dict[str, bytes]:
+        """The recorded requests and replies, which contain prompts."""
+        return {"recording": (self.folder / "recording.jsonl").read_bytes()}
+
     def processes(self) -> list[int]:
         return [self.running.process.pid, *self.running.children()]
 
@@ -82,7 +86,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, serving: Serving) -> Itera
         patch.setenv("DRAGOMAN_HOME", str(folder / "home"))
         patch.setenv("UPSTREAM_KEY", UPSTREAM)
         patch.setenv("HF_TOKEN", HUB)
-        with serving(folder, config(upstream.port)) as running:
+        with serving(folder, config(upstream.port), "--record", str(folder / "recording.jsonl")) as running:
             token = jwt.encode({"sub": "user:carl", "exp": 4102444800}, JWT_SECRET, "HS256")
             secrets = {STATIC, ODD_STATIC, UPSTREAM, LOGIN, HUB, JWT_SECRET, stored, revoked, token}
             yield Watched(running, folder, upstream, secrets)
@@ -173,6 +177,23 @@ def test_keys_are_in_no_output(watched: Watched) -> None:
     assert_nowhere(watched.secrets, watched.outputs() | {"answers": b"\n".join(watched.answers)})
 
 
+def test_keys_are_in_no_recording(watched: Watched) -> None:
+    requests_with_keys(watched)
+    for key in sorted(watched.secrets):
+        fields = {"model": "keyed-fine", "api_key": key, "tools": [{"type": "mcp", "headers": {"x-any-name": key}}]}
+        for path, body in ((CHAT, {"messages": says(PROMPT)}), ("/v1/responses", {"input": PROMPT, "store": False})):
+            for stream in (False, True):
+                headers = {"cookie": f"session={key}", "x-dragoman-admin-token": key, "user-agent": f"agent {STATIC}"}
+                watched.send("POST", f"{path}?key={key}", headers=headers, json={**body, **fields, "stream": stream})
+    # Of keys and tokens of this server, a prompt may have none either.
+    known = sorted(watched.secrets - {UPSTREAM, LOGIN, HUB, JWT_SECRET})
+    answer = watched.send("POST", CHAT, json={"model": "echo", "messages": says(" ".join(known))})
+    recorded = answer.headers["x-request-id"].encode()
+    assert eventually(lambda: recorded in watched.recording()["recording"])
+    assert PROMPT.encode() in watched.recording()["recording"]
+    assert_nowhere(watched.secrets, watched.recording())
+
+
 def test_keys_sent_in_a_path_are_not_recorded(watched: Watched) -> None:
     for key in sorted(watched.secrets - {UPSTREAM, LOGIN, HUB, JWT_SECRET}):
         for path in PATHS:
@@ -254,7 +275,7 @@ def test_storage_contains_neither_keys_nor_prompts_that_are_not_stored(watched: 
 def test_storage_is_readable_by_its_owner_only(watched: Watched) -> None:
     watched.send("POST", "/v1/files", files={"file": ("a", b"x")}, data={"purpose": "batch"})
     blobs = watched.folder / "dragoman.db-blobs"
-    places = [*watched.folder.glob("dragoman.db*"), *blobs.rglob("*")]
+    places = [*watched.folder.glob("dragoman.db*"), *watched.folder.glob("recording*"), *blobs.rglob("*")]
     assert len(places) > 5
     for place in places:
         assert stat.S_IMODE(place.stat().st_mode) == (0o700 if place.is_dir() else 0o600), place

@@ -21,7 +21,7 @@ from anthropic.types import (
 from anthropic.types.beta import BetaMessage
 from pydantic import BaseModel
 
-from dragoman.protocols.messages.blocks import sign
+from dragoman.protocols.messages.blocks import SIGNATURE
 from tests.protocols.anthropic_stream import read
 from tests.support.requests import recorded
 from tests.support.sdk import anthropic_sdk, validated
@@ -104,7 +104,7 @@ def test_thinking_text_and_tool_calls(client: Anthropic) -> None:
     thinking: Any = {"type": "enabled", "budget_tokens": 1024}
     message = client.messages.create(**ASKING, tools=TOOLS, thinking=thinking)
     thought, text, call = message.content
-    assert thought == ThinkingBlock(type="thinking", thinking=THOUGHT, signature=sign(THOUGHT))
+    assert thought == ThinkingBlock(type="thinking", thinking=THOUGHT, signature=SIGNATURE.sign(THOUGHT))
     assert isinstance(text, TextBlock)
     assert text.text.strip() == "Let me see."
     assert isinstance(call, ToolUseBlock)
@@ -121,7 +121,7 @@ def test_stream_helper_returns_same_message(client: Anthropic) -> None:
     named = [event.type for event in events]
     assert named.count("content_block_stop") == 3
     assert "".join(event.thinking for event in events if event.type == "thinking") == THOUGHT
-    assert [event.signature for event in events if event.type == "signature"] == [sign(THOUGHT)]
+    assert [event.signature for event in events if event.type == "signature"] == [SIGNATURE.sign(THOUGHT)]
     pieces = [event.partial_json for event in events if event.type == "input_json"]
     assert len(pieces) > 1
     ids: Any = {"id": True, "content": {-1: {"id"}}}

@@ -11,7 +11,7 @@ import msgspec
 
 from dragoman.core.engine import Engine, ModelInfo, Output, RenderedPrompt
 from dragoman.core.errors import ContextTooLong
-from dragoman.core.events import Finished, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
+from dragoman.core.events import Finished, ReasoningDelta, Started, TextDelta, ToolCallDelta, ToolCallStart
 from dragoman.core.request import GenerationRequest
 
 
@@ -178,3 +178,31 @@ class Calling(Engine):
             yield ToolCallStart(f"call_{at}", request.tools[0].name)
             yield from (ToolCallDelta(piece) for piece in ('{"cit', 'y": "', word, '"}'))
         yield Finished("tool_calls")
+
+
+class Reader(Engine):
+    """Repeats the conversation, a line for each message, with four characters per token. It summarises every transcript
+    as "They met."."""
+
+    def models(self) -> Sequence[ModelInfo]:
+        return [ModelInfo("reader")]
+
+    def supports(self) -> frozenset[str]:
+        return super().supports() | {"tools"}
+
+    def count_tokens(self, request: GenerationRequest) -> int:
+        return sum(-(-len(message.text) // 4) for message in request.messages)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        yield Started(self.count_tokens(request))
+        if "<conversation>" in request.last_user_text:
+            yield "They met."
+        for message in request.messages if "<conversation>" not in request.last_user_text else ():
+            yield f"{message.role}: {message.text}\n"
+
+
+class BlindReader(Reader):
+    """The same, but it cannot count tokens."""
+
+    def supports(self) -> frozenset[str]:
+        return super().supports() - {"count_tokens"}

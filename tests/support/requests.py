@@ -23,6 +23,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": HELLO},
     "/v1/responses": {"input": "hello"},
     "/v1/responses/input_tokens": {"input": "hello"},
+    "/v1/responses/compact": {"input": "hello"},
     "/v1/embeddings": {"input": "hello"},
     "/v1/rerank": {"query": "hello", "documents": ["hello"]},
     "/tokenize": {"prompt": "hello"},

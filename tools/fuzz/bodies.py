@@ -4,6 +4,9 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from dragoman.core.edits import Compaction
+from dragoman.core.events import Usage
+from dragoman.protocols.responses.compaction import encode_item
 from tools.fuzz.values import CONTROL_TOKENS, PNG, TEXTS, WORDS
 
 Body = dict[str, Any]
@@ -210,6 +213,27 @@ def message_blocks(random: Random) -> Any:
     return made
 
 
+def context_management(random: Random) -> Any:
+    """The edits of a message."""
+    trigger = {"type": "input_tokens", "value": random.choice((1, 10, 100_000))}
+    edits: tuple[Any, ...] = (
+        {"type": "clear_tool_uses_20250919"},
+        {
+            "type": "clear_tool_uses_20250919",
+            "trigger": random.choice((trigger, {"type": "tool_uses", "value": 1})),
+            "keep": {"type": "tool_uses", "value": random.randrange(3)},
+            "clear_at_least": {"type": "input_tokens", "value": random.randrange(20)},
+            "exclude_tools": random.choice(([], ["now"])),
+            "clear_tool_inputs": random.choice((True, False, ["now"])),
+        },
+        {"type": "clear_thinking_20251015", "keep": random.choice(("all", {"type": "thinking_turns", "value": 1}))},
+        {"type": "compact_20260112", "trigger": trigger, "pause_after_compaction": random.random() < 0.5},
+        {"type": "compact_20260112", "instructions": words(random), "trigger": trigger},
+        {"type": "of_tomorrow_20300101"},
+    )
+    return {"edits": random.sample(edits, k=random.randint(0, 3))}
+
+
 def message(random: Random) -> Body:
     made: list[Any] = []
     for at in range(random.choice((0, 0, 0, 1, 2))):
@@ -219,6 +243,10 @@ def message(random: Random) -> Body:
         made.append({"role": "user", "content": words(random)})
         made.append({"role": "assistant", "content": [thought, {"type": "text", "text": words(random)}, call]})
         made.append({"role": "user", "content": [result]})
+    if random.random() < 0.08:
+        made.append(
+            {"role": "assistant", "content": [{"type": "compaction", "content": random.choice(("They met.", None))}]}
+        )
     made.append({"role": "user", "content": words(random) if random.random() < 0.7 else message_blocks(random)})
     body: Body = {"messages": made, "max_tokens": random.choice((1, 4, 16))}
     maybe(
@@ -234,9 +262,14 @@ def message(random: Random) -> Body:
         metadata=lambda: {"user_id": words(random)},
         output_config=lambda: {"effort": random.choice(("low", "high"))},
         output_format=lambda: {"type": "json_schema", "schema": random.choice(SCHEMAS)},
+        context_management=lambda: context_management(random),
     )
     if random.random() < 0.25:
         message_tools(random, body)
+    if random.random() < 0.05:
+        for name in ("context_management", "stop_sequences", "output_format", "tool_choice"):
+            body.pop(name, None)
+        body["compaction"] = {"type": "summarize"}
     if random.random() < 0.5:
         body["stream"] = True
     return body
@@ -259,7 +292,16 @@ def response_input(random: Random) -> Any:
             {"type": "function_call_output", "call_id": f"c{at}", "output": words(random)},
         ]
     made.append({"type": "message", "role": "user", "content": [{"type": "input_text", "text": words(random)}]})
+    if random.random() < 0.15:
+        made.insert(random.randint(0, len(made)), random.choice(COMPACTIONS))
+    if random.random() < 0.1:
+        made.append({"type": "compaction_trigger"})
     return made
+
+
+COMPACTIONS = tuple(
+    encode_item(Compaction(summary, kept, 1, Usage()), "cmp_1") for summary, kept in (("They met.", 0), ("é" * 500, 3))
+)
 
 
 def response(random: Random) -> Body:
@@ -279,6 +321,7 @@ def response(random: Random) -> Body:
         text=lambda: {"format": {"type": "json_schema", "name": "s", "schema": random.choice(SCHEMAS)}},
         parallel_tool_calls=lambda: random.random() < 0.5,
         truncation=lambda: "auto",
+        context_management=lambda: [{"type": "compaction", "compact_threshold": random.choice((1, 20, 100_000))}],
     )
     if random.random() < 0.3:
         body["tools"] = random.sample(RESPONSE_TOOLS, k=random.randint(1, 3))

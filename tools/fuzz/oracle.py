@@ -35,6 +35,7 @@ KINDS = {
     "/v1/rerank": "rerank",
     "/v1/messages/count_tokens": "count",
     "/v1/responses/input_tokens": "count",
+    "/v1/responses/compact": "compacted",
     "/v1/chat/completions/render": "render",
     "/v1/chat/completions/input_tokens": "count",
     "/tokenize": "tokenize",

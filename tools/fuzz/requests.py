@@ -8,6 +8,7 @@ batches   batches are created, read, cancelled and deleted (batches)
 """
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -26,6 +27,9 @@ BEARER = ("authorization", f"Bearer {KEYS[0]}")
 VERSION = ("anthropic-version", "2023-06-01")
 SCOPED_KEY, LIMITED_KEY = "@scoped-key@", "@limited-key@"
 """Replaced by the runner: keys of the store are made anew for every server."""
+WITHOUT_TEXT = "harmony"
+"""A model that only calls a tool, so that it cannot summarise a conversation: 500."""
+COMPACTING = re.compile(rb'"(context_management|compaction|compaction_trigger)"')
 Headers = tuple[tuple[str, str], ...]
 
 ROUTES: tuple[tuple[str, Callable[[Random], dict[str, Any]], int], ...] = (
@@ -37,6 +41,7 @@ ROUTES: tuple[tuple[str, Callable[[Random], dict[str, Any]], int], ...] = (
     ("/v1/rerank", bodies.rerank, 2),
     ("/v1/messages/count_tokens", bodies.message, 3),
     ("/v1/responses/input_tokens", bodies.response, 2),
+    ("/v1/responses/compact", bodies.response, 3),
     ("/v1/chat/completions/render", bodies.chat, 2),
     ("/v1/chat/completions/input_tokens", bodies.chat, 2),
     ("/tokenize", bodies.tokens, 2),
@@ -160,9 +165,12 @@ def _post(random: Random, profile: Profile) -> Request:
     if path.partition("?")[0] in UNSUPPORTED and profile.name == "scripted":
         expect = expect - OK | {501}
     made = Request("POST", path, data, (JSON, BEARER, *headers), _with_faults(expect, model, profile))
+    fails = model in profile.failing
+    if model == WITHOUT_TEXT and COMPACTING.search(data if path != "/v1/responses/compact" else b'"compaction"'):
+        made, fails = msgspec.structs.replace(made, expect=made.expect | {500}), True
     made = msgspec.structs.replace(
         made,
-        fault=model in profile.failing,
+        fault=fails,
         stream=expect == OK and path in STREAMED and body.get("stream") is True,
         leave_after=leaves,
     )

@@ -3,12 +3,11 @@
 import functools
 import math
 import re
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pydantic
-from anthropic.types import Message
-from anthropic.types.beta import BetaFileMetadata
+from anthropic.types.beta import BetaFileMetadata, BetaMessage
 from anthropic.types.messages import MessageBatch
 from openai.types import Batch, Completion, CreateEmbeddingResponse, FileObject
 from openai.types.chat import ChatCompletion
@@ -118,7 +117,18 @@ class Rendered(msgspec.Struct, frozen=True):
     token_count: int
 
 
+class Compacted(msgspec.Struct, frozen=True):
+    """The SDK's type has only messages of the assistant."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
 OWN_TYPES = {
+    "compacted": Compacted,
     "rerank": Rerank,
     "count": TokenCount,
     "tokenize": Tokenized,
@@ -133,7 +143,7 @@ def sdk_types() -> dict[str, pydantic.TypeAdapter[Any]]:
     types = {
         "chat": ChatCompletion,
         "completions": Completion,
-        "messages": Message,
+        "messages": BetaMessage,
         "responses": Response,
         "embeddings": CreateEmbeddingResponse,
         "file": FileObject,
@@ -166,6 +176,8 @@ def check_reply(kind: str, body: bytes) -> None:
             read = msgspec.json.decode(body, type=OWN_TYPES[kind])
             if isinstance(read, Rerank) and any(not math.isfinite(one.relevance_score) for one in read.results):
                 raise Wrong("a score is not a number")
+            if isinstance(read, Compacted) and [item["type"] for item in read.output[-1:]] != ["compaction"]:
+                raise Wrong(f"a compacted conversation without a compaction: {body[:300]!r}")
             return
         if kind == "embeddings":
             _check_embeddings(body)

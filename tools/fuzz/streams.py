@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 import pydantic
-from anthropic.types import RawMessageStreamEvent
+from anthropic.types.beta import BetaRawMessageStreamEvent
 from openai.types.chat import ChatCompletionChunk
 from openai.types.responses import ResponseStreamEvent
 
@@ -120,7 +120,7 @@ def _adapters(union: Any) -> dict[str, pydantic.TypeAdapter[Any]]:
 def build_types() -> None:
     """It takes seconds, in which no connection would be served."""
     sdk_types()
-    _adapters(RawMessageStreamEvent)
+    _adapters(BetaRawMessageStreamEvent)
     _adapters(ResponseStreamEvent)
 
 
@@ -145,7 +145,7 @@ def _events(found: Sequence[Frame], union: Any) -> list[tuple[str, dict[str, Any
 
 
 def _check_messages(found: Sequence[Frame]) -> bool:
-    events = _events(found, RawMessageStreamEvent)
+    events = _events(found, BetaRawMessageStreamEvent)
     is_failed = events[-1][0] == "error"
     if is_failed:
         check_error("anthropic", events.pop()[1], None)

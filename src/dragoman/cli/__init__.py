@@ -1,5 +1,5 @@
 """The command line: `dragoman serve`, `check`, `chat`, `launch`, `probe`, `models`, `drain`, `pull`, `tune`, `keys`,
-`usage`, `batch`, `bench`.
+`usage`, `batch`, `replay`, `bench`.
 
     common         helpers shared by the commands
     admin_client   requests to a running server
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dragoman.cli import batch, bench, chat, check, drain, keys, launch, models, probe, pull, serve, tune, usage
+from dragoman.cli import batch, bench, chat, check, drain, keys, launch, models, probe, pull, replay, serve, tune, usage
 from dragoman.core.errors import ConfigError
 from dragoman.core.version import __version__
 
@@ -39,6 +39,8 @@ examples:
   dragoman usage --since 7d                  show the tokens that were used, and by whom
   dragoman batch submit requests.jsonl --wait
                                              run a file of requests in the background
+  dragoman replay recording.jsonl --model other
+                                             send recorded requests again, and compare the replies
   dragoman drain smollm2 http://10.0.0.2:8000
                                              send no new requests to one server behind a model
   dragoman bench --concurrency 1,4,16        measure the server on http://127.0.0.1:8000
@@ -97,6 +99,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dragoman {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for command in (serve, check, chat, launch, probe, models, drain, pull, tune, keys, usage, batch, bench):
+    for command in (serve, check, chat, launch, probe, models, drain, pull, tune, keys, usage, batch, replay, bench):
         command.add(commands)
     return parser

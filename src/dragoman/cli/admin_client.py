@@ -4,7 +4,8 @@ import argparse
 import os
 import ssl
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
 from dragoman.cli.common import load_config
@@ -50,6 +51,9 @@ class AdminClient:
         if login := where.login or (f"Bearer {key}" if key else None):
             http.headers["authorization"] = login
 
+    def close(self) -> None:
+        self._http.close()
+
     def is_running(self) -> bool:
         """Whether a Dragoman answers there, with or without access."""
         try:
@@ -81,6 +85,20 @@ class AdminClient:
                 for piece in response.iter_bytes():
                     out.write(piece)
         except NO_RESPONSE as error:
+            raise ConfigError(f"{self.address}: no answer: {describe(error)}{_hint(error)}") from error
+
+    @contextmanager
+    def stream(self, path: str, body: bytes, headers: Mapping[str, str]) -> "Iterator[httpx.Response]":
+        """Post a body, and read the answer while it arrives."""
+        import httpx
+
+        from dragoman.client.http_settings import describe
+
+        try:
+            url, timeout = self._url(path), LOAD_TIMEOUT_SECONDS
+            with self._http.stream("POST", url, content=body, headers=headers, timeout=timeout) as response:
+                yield response
+        except httpx.ConnectError as error:
             raise ConfigError(f"{self.address}: no answer: {describe(error)}{_hint(error)}") from error
 
     def unexpected_answer(self, expected: str = "a list of models") -> ConfigError:

@@ -90,6 +90,7 @@ def add(commands: Commands) -> None:
         "directory), postgresql://..., or memory",
     )
     parser.add_argument("--event-log", metavar="FILE", help="append one JSON line per request to this file")
+    parser.add_argument("--record", metavar="FILE", help="append requests with their replies, prompts included")
     parser.add_argument(
         "--layout", choices=("auto", "as-is"), help="as-is: ignore what `dragoman tune` recorded; auto: has no effect"
     )

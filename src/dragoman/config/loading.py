@@ -7,8 +7,8 @@
     adapters := name: PATH | name: {path: PATH, scale: NUMBER}      an option of llama; each is a model too
     aliases  := pattern: name              `gpt-*: smollm2`
     default, models_dir, models_yaml, require_model, errors, reasoning_fields, memory, keep_alive, turn_seconds, layout,
-    host, port, socket, api_keys, strict, event_log, hosts, proxies, limits, workers, grace_seconds, drain_seconds,
-    protocols,
+    host, port, socket, api_keys, strict, event_log, record, hosts, proxies, limits, workers, grace_seconds,
+    drain_seconds, protocols,
     storage  := ADDRESS | {address: ADDRESS, blobs: DIRECTORY, file_bytes: SIZE, principal_bytes: SIZE,
                              keep: {responses: TIME, ...}}
     prices   := {name or pattern of a model: {input, cached_input, output}}
@@ -70,6 +70,7 @@ class Flags(msgspec.Struct, frozen=True):
     api_keys: Sequence[str] = ()
     strict: bool = False
     event_log: str | None = None
+    record: str | None = None
     storage: str | None = None
     protocols: Sequence[str] = ()
     workers: int | None = None
@@ -256,6 +257,7 @@ def _map_paths(settings: Settings, convert: Callable[[str, str], str]) -> Settin
         models_dir=None if folders is None else tuple([convert("models_dir", folder) for folder in folders]),
         models_yaml=resolve("models_yaml", settings.models_yaml),
         event_log=resolve("event_log", settings.event_log),
+        record=resolve("record", settings.record),
         socket=resolve("socket", settings.socket),
         storage=replace(
             storage,

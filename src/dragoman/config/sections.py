@@ -1,4 +1,5 @@
-"""Sections of the configuration: keys, budgets, prices, telemetry, CORS, TLS, trusted proxies, and `ray` of one model.
+"""Sections of the configuration: keys, budgets, prices, telemetry, compaction, CORS, TLS, trusted proxies, and `ray` of
+one model.
 
 budget := {principal: PATTERN | key: PATTERN, per: day | week | month, tokens: COUNT | cost: NUMBER [, action]}
 ray := {replicas: COUNT}
@@ -14,7 +15,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from dragoman.core.errors import ConfigError
+from dragoman.core.request import Sampling
 from dragoman.core.types import Count, Priority, RouteScope, Seconds, Word
+from dragoman.pipeline.summary_writer import MAX_TOKENS, PROMPT, SummaryOptions
 
 RESERVED_ROUTES: frozenset[RouteScope] = frozenset({"stats", "admin"})
 """Routes that a key may use only if its scopes name them."""
@@ -144,6 +147,18 @@ class Storage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     principal_bytes: Count = 16 * 1024 * 1024 * 1024
     """What one principal may store: files, batches, responses and conversations together."""
     keep: Keep = Keep()
+
+
+class CompactionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How conversations that have become too long are summarised."""
+
+    prompt: Word | None = None
+    """What the model is told before it reads the conversation; None means the built-in text."""
+    max_tokens: Count = MAX_TOKENS
+    """Of a summary; at most a quarter of the model's context."""
+
+    def options(self, sampling: Sampling) -> SummaryOptions:
+        return SummaryOptions(self.prompt or PROMPT, self.max_tokens, sampling)
 
 
 class Traces(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

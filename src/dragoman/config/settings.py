@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from dragoman.config.model_spec import ModelSpec
-from dragoman.config.sections import Budget, Cors, Keys, Price, Storage, Telemetry, Tls
+from dragoman.config.sections import Budget, CompactionSettings, Cors, Keys, Price, Storage, Telemetry, Tls
 from dragoman.core.types import Count, ReasoningField, Seconds, SecondsOrZero, Word
 from dragoman.files.sources import models_directory
 
@@ -72,6 +72,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     api_keys: tuple[Word, ...] = ()
     strict: bool = False
     event_log: Word | None = None
+    record: Word | None = None
+    """The file in which requests and replies are recorded, with prompts."""
     hosts: tuple[Word, ...] | None = None
     """Accepted values of the Host header; None means that `host` decides."""
     limits: Limits = Limits()
@@ -92,6 +94,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """By the name of a model, or by a pattern."""
     storage: Storage = Storage()
     telemetry: Telemetry = Telemetry()
+    compaction: CompactionSettings = CompactionSettings()
     cors: Cors = Cors()
     tls: Tls | None = None
 

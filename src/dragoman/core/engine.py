@@ -34,7 +34,7 @@ FEATURES_BY_METHOD = {
     "tokenize": (Feature.TOKENIZE,),
     "tokenize_text": (Feature.ADD_SPECIAL,),
     "token_texts": (Feature.TOKEN_TEXTS,),
-    "render": (Feature.RENDER,),
+    "render": (Feature.RENDER, Feature.COUNT_TOKENS),
     "count_tokens": (Feature.COUNT_TOKENS,),
     "embed": (Feature.EMBEDDINGS,),
 }
@@ -214,7 +214,12 @@ class Engine:
 
     def count_tokens(self, request: GenerationRequest) -> int | Awaitable[int]:
         """Count the tokens of the prompt. Not needed for engines that override `render`."""
-        raise NotSupported("this model does not support counting tokens")
+        if type(self).render is Engine.render:
+            raise NotSupported("this model does not support counting tokens")
+        return self._count_rendered(request)
+
+    async def _count_rendered(self, request: GenerationRequest) -> int:
+        return len((await call_engine(self.render, request)).tokens)
 
     def tokenize(self, text: str, special: bool) -> Sequence[int] | Awaitable[Sequence[int]]:
         """Tokenize a text; with `special`, names of control tokens in it become those tokens."""

@@ -2,8 +2,8 @@
 
     DragomanError
     ├── BadRequest 400 ── ContextTooLong ── NoRoomForReply
-    │                     InvalidConfig, InvalidSchema, PreviousResponseNotFound, RequestRefused, ThreadUnsupported,
-    │                     UnsupportedParameter
+    │                     InvalidConfig, InvalidSchema, InvalidSeal, PreviousResponseNotFound, RequestRefused,
+    │                     ThreadUnsupported, UnsupportedParameter
     ├── Unauthorized 401
     ├── PermissionDenied 403
     ├── NotFound 404 ── ModelNotFound
@@ -14,7 +14,7 @@
     ├── UpgradeRequired 426
     ├── RateLimited 429 ── TokensLimited, QuotaExhausted, ResourceUnavailable
     ├── HeadersTooLarge 431
-    ├── EngineFailed 500 ── StepLimitReached
+    ├── EngineFailed 500 ── CompactionFailed, StepLimitReached
     ├── NotSupported 501
     ├── EngineDied 502
     ├── Unreachable 502
@@ -142,6 +142,10 @@ class InvalidSchema(BadRequest, code="invalid_schema"):
     pass
 
 
+class InvalidSeal(BadRequest, code="invalid_encrypted_content"):
+    """Sealed content was changed, or comes from another server."""
+
+
 class PreviousResponseNotFound(BadRequest, code="previous_response_not_found"):
     pass
 
@@ -216,6 +220,10 @@ class HeadersTooLarge(DragomanError, status=431, type="invalid_request_error", c
 
 class EngineFailed(DragomanError, type="inference_error", code="inference_error"):
     pass
+
+
+class CompactionFailed(EngineFailed, code="compaction_failed"):
+    """The model wrote no summary."""
 
 
 class StepLimitReached(EngineFailed, code="step_limit_reached"):

@@ -93,7 +93,8 @@ class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True, tag="arguments
     tokens: tuple[int, ...] = ()
 
 
-FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter", "compaction"]
+"""`compaction`: the conversation was compacted, and the model did not answer. Only the server sets it."""
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):

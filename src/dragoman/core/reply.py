@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from dragoman.core.edits import Compaction, ContextEdited
 from dragoman.core.events import (
     Event,
     Finished,
@@ -74,6 +75,8 @@ class Reply(msgspec.Struct, frozen=True):
     model: str = ""
     raw: Mapping[str, Any] | None = None
     """The JSON body of the response; None if it was streamed."""
+    edited: ContextEdited | None = None
+    """What the edits of the request did before the reply. Set by the server."""
     unknown_parts: tuple[Any, ...] = ()
     """Parts of the content that are not text, reasoning or tool calls, as the server sent them."""
 
@@ -92,6 +95,10 @@ class Reply(msgspec.Struct, frozen=True):
     @property
     def reason(self) -> FinishReason | str:
         return self.choices[0].unknown_reason or self.choices[0].reason
+
+    @property
+    def compaction(self) -> Compaction | None:
+        return None if self.edited is None else self.edited.compaction
 
     @property
     def is_counted(self) -> bool:

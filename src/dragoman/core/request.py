@@ -4,7 +4,7 @@
       messages: Message*            a chat, or
       prompts:  (text | token ids)* a completion
       Message  := role, Part*
-      Part     := Text | Image | Reasoning | ToolCall | ToolResult
+      Part     := Text | Summary | Image | Reasoning | ToolCall | ToolResult
 
 Rules
 1. Values are frozen. To change a request, copy it with `msgspec.structs.replace`.
@@ -18,12 +18,17 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from dragoman.core.edits import ContextEdit
 from dragoman.core.features import Feature
 from dragoman.core.types import Priority
 
 
 class Text(msgspec.Struct, frozen=True, tag="text"):
     text: str
+
+
+class Summary(Text, frozen=True, tag="summary"):
+    """The text that replaced the earlier part of the conversation (see `core.summary`)."""
 
 
 class Image(msgspec.Struct, frozen=True, tag="image"):
@@ -60,7 +65,7 @@ class ToolResult(msgspec.Struct, frozen=True, tag="tool_result"):
     is_error: bool = False
 
 
-Part = Text | Image | Reasoning | ToolCall | ToolResult
+Part = Text | Summary | Image | Reasoning | ToolCall | ToolResult
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -222,6 +227,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     prompts: tuple[str | tuple[int, ...], ...] = ()
     suffix: str | None = None
     echo: bool = False
+    edits: tuple[ContextEdit, ...] = ()
+    """What the server does with a long conversation before the model sees it. An engine gets none."""
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     constraint: Constraint | None = None

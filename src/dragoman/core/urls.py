@@ -11,6 +11,7 @@ Rules
 
 import base64
 import ipaddress
+import json
 import re
 from collections.abc import Iterable
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -79,6 +80,11 @@ def find_secrets(url: str, key: str | None) -> tuple[str, ...]:
     password = urlsplit(url).password or ""
     secrets = (key, (parse_address(url).login or "").removeprefix("Basic "), password, unquote(password))
     return tuple(secret for secret in secrets if secret and len(secret) >= MIN_SECRET_LENGTH)
+
+
+def secret_forms(secret: str) -> tuple[str, ...]:
+    """Return a secret as it is, and as JSON writes it."""
+    return tuple(dict.fromkeys((secret, json.dumps(secret, ensure_ascii=False)[1:-1], json.dumps(secret)[1:-1])))
 
 
 def redact_secrets(text: str, secrets: Iterable[str]) -> str:

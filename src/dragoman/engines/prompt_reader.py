@@ -38,6 +38,7 @@ TOKEN_FEATURES = (
     | TOKENIZER_FEATURES
     | {
         *(Feature.CHAT, Feature.COMPLETION, Feature.TOKEN_PROMPT, Feature.RENDER, Feature.GENERATION_PROMPT),
+        Feature.COUNT_TOKENS,
         *(Feature.TOKEN_IDS, Feature.LOGPROBS, Feature.PROMPT_LOGPROBS, Feature.MAX_TOKENS, Feature.USAGE),
         *(Feature.STOP_TOKEN_IDS, Feature.IGNORE_EOS),
         *(Feature.TOOLS, Feature.THINKING, Feature.DOCUMENTS, Feature.TEMPLATE_OPTIONS),
@@ -129,6 +130,9 @@ class PromptReader:
 
     def is_constrained(self, request: GenerationRequest) -> bool:
         return request.constraint is not None or bool(request.tools and request.messages)
+
+    def count(self, request: GenerationRequest) -> int:
+        return len(self._read_tokens(request).tokens)
 
     def render(self, request: GenerationRequest) -> RenderedPrompt:
         prompt, tokens = self._render_tokens(request)

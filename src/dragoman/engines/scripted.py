@@ -1,14 +1,11 @@
 """An engine that plays scripted model output, for testing agents and for the tests of this project.
 
-The engine plays the first reply whose conditions hold; a reply without conditions always fits. If none fits, the engine
-echoes the last user or tool message. Every `chunk` characters are one token. Faults happen at the N-th token of each
-reply.
+`scripted_replies` says which reply a request gets. If none fits, the engine echoes the last user or tool message. Every
+`chunk` characters are one token. Faults happen at the N-th token of each reply.
 
-    match   found in a user or tool message of the turn: those after the last reply. Agents put reminders after results
-    seen    found in any message
-
-The script is raw model output in the syntax named by `format`, including reasoning and tool calls. Tools, schemas,
-images, suffixes and token ids are accepted and ignored. A thinking budget shortens the reasoning, as with a real model.
+A script is raw model output in the syntax named by `format`, including reasoning and tool calls, or, with the format
+`plain`, the parts of the reply. Tools, schemas, images, suffixes and token ids are accepted and ignored. A thinking
+budget shortens raw reasoning, as with a real model.
 
 Embeddings are sums of hashes: each word has a fixed pseudo-random vector, so texts that share words are similar.
 """
@@ -21,9 +18,9 @@ import signal
 import time
 import types
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
-from itertools import takewhile
+from itertools import chain
 from typing import Annotated, Self
 
 import msgspec
@@ -31,11 +28,29 @@ import msgspec
 from dragoman.core.embeddings import Embedding, Input, map_inputs
 from dragoman.core.engine import Engine, ModelInfo
 from dragoman.core.errors import ContextTooLong, EngineFailed
-from dragoman.core.events import Event, Finished, FinishReason, Listener, Started, TextDelta, Usage, notify
+from dragoman.core.events import (
+    Event,
+    Finished,
+    FinishReason,
+    Listener,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    Usage,
+    notify,
+)
 from dragoman.core.features import Feature
-from dragoman.core.request import GenerationRequest, Thinking
-from dragoman.core.types import Count
+from dragoman.core.request import GenerationRequest, Thinking, ToolCall
+from dragoman.core.types import Count, SecondsOrZero
+from dragoman.engines.scripted_replies import (
+    Number,
+    Script,
+    ScriptedReply,
+    reply_parts,
+    split_tokens,
+)
 from dragoman.formats import get_format
+from dragoman.formats.syntax import PLAIN
 from dragoman.pipeline.split import starts_inside_reasoning
 
 FEATURES = frozenset(
@@ -46,23 +61,8 @@ FEATURES = frozenset(
     }
 )
 
-
-Number = Annotated[int, msgspec.Meta(ge=0)]
 MAX_CACHED_CHARACTERS = 65536
 """Longer texts are not cached, because clients choose the text to echo."""
-
-
-class ScriptedReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    output: str
-    match: str | None = None
-    seen: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, pattern in (("match", self.match), ("seen", self.seen)):
-            try:
-                re.compile(pattern or "")
-            except re.error as error:
-                raise ValueError(f"{name} is not a regular expression: {pattern!r} ({error})") from error
 
 
 class ScriptedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,7 +73,7 @@ class ScriptedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     burst: Count = 1
     """Number of tokens per event batch."""
     tokens_per_second: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    prefill_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0
+    prefill_seconds: SecondsOrZero = 0
     dimensions: Count = 384
     """Dimensions of the embeddings."""
     context: Count | None = None
@@ -81,6 +81,22 @@ class ScriptedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fail_after: Number | None = None
     hang_after: Number | None = None
     crash_after: Number | None = None
+
+    def __post_init__(self) -> None:
+        if self.format != PLAIN.name and any(reply.has_parts for reply in self.replies):
+            raise ValueError(f"format: `reasoning` and `calls` of a reply need the format {PLAIN.name}")
+
+
+class Play(msgspec.Struct, frozen=True):
+    """How one reply is played."""
+
+    size: int
+    """In tokens."""
+    tokens: Callable[[int, int], tuple[Event, ...]]
+    """The events from one token up to another one."""
+    thinking: bool = False
+    """Whether the reply begins inside of reasoning."""
+    has_calls: bool = False
 
 
 class ScriptedEngine(Engine):
@@ -94,10 +110,8 @@ class ScriptedEngine(Engine):
         self._models = (ModelInfo(name, context=options.context, format=self.syntax.name),)
         faults = (options.fail_after, options.hang_after, options.crash_after)
         self.first_fault = min((at for at in faults if at is not None), default=None)
-        self.replies = [
-            (re.compile(reply.match or ""), None if reply.seen is None else re.compile(reply.seen), reply.output)
-            for reply in options.replies
-        ]
+        self.script = Script(options.replies)
+        self.emits_tool_calls = any(reply.has_parts for reply in options.replies)
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:
@@ -115,21 +129,18 @@ class ScriptedEngine(Engine):
         return FEATURES
 
     async def deliver(self, request: GenerationRequest, listener: Listener) -> None:
-        output = self._find_reply(request)
-        thinking = bool(request.messages) and starts_inside_reasoning(self.syntax, output)
-        output = self._apply_budget(output, thinking, request.thinking)
-        chunk = self.options.chunk
-        pieces = _split(output, chunk) if len(output) <= MAX_CACHED_CHARACTERS else None
+        reply = self.choose_reply(request)
+        play = self._prepare(reply, request)
         prompt_tokens = self.count_tokens(request)
         limit = self._max_reply_tokens(request, prompt_tokens)
-        tokens = -(-len(output) // chunk)
-        played = tokens if limit is None else min(tokens, limit)
+        played = play.size if limit is None else min(play.size, limit)
+        failing = None if reply.error is None else min(reply.error.after, played)
         fault = self.first_fault if self.first_fault is not None and self.first_fault <= played else None
-        end_of_play = played if fault is None else fault
-        if self.options.prefill_seconds:
-            await asyncio.sleep(self.options.prefill_seconds)
+        end_of_play = min((at for at in (fault, failing) if at is not None), default=played)
+        if delay := self.options.prefill_seconds + reply.delay:
+            await asyncio.sleep(delay)
         started_at, burst, rate = time.monotonic(), self.options.burst, self.options.tokens_per_second
-        ready: tuple[Event, ...] = (Started(prompt_tokens, thinking=thinking),)
+        ready: tuple[Event, ...] = (Started(prompt_tokens, thinking=play.thinking),)
         for at in range(0, end_of_play, burst):
             if at:
                 await notify(listener, ready)
@@ -138,13 +149,44 @@ class ScriptedEngine(Engine):
                 await _yield_to_loop()
             else:
                 await asyncio.sleep(max(0.0, started_at + (at + burst) / rate - time.monotonic()))
-            end = min(at + burst, end_of_play)
-            ready += _split_range(output, chunk, at, end) if pieces is None else pieces[at:end]
-        if fault is not None:
+            ready += play.tokens(at, min(at + burst, end_of_play))
+        if fault is not None or failing is not None:
             await notify(listener, ready)
-            await self._raise_fault(fault)
-        reason: FinishReason = "length" if played < tokens else "stop"
-        await notify(listener, (*ready, Finished(reason, usage=Usage(prompt=prompt_tokens, completion=played))))
+            if end_of_play == failing:
+                await self.raise_error(reply, request)
+            await self._raise_fault(end_of_play)
+        reason: FinishReason = reply.finish or ("tool_calls" if play.has_calls else "stop")
+        if played < play.size:
+            reason = "length"
+        usage = Usage(prompt=prompt_tokens, completion=played)
+        if reply.has_parts:
+            deltas = play.tokens(0, played)
+            thought = sum(event.count for event in deltas if isinstance(event, ReasoningDelta))
+            usage = msgspec.structs.replace(usage, reasoning=thought)
+        await notify(listener, (*ready, Finished(reason, usage=usage)))
+
+    async def raise_error(self, reply: ScriptedReply, request: GenerationRequest) -> None:
+        """End a reply with its error."""
+        assert reply.error is not None
+        raise reply.error.build()
+
+    def choose_reply(self, request: GenerationRequest) -> ScriptedReply:
+        return self.script.choose(request) or ScriptedReply(request.last_user_text)
+
+    def _prepare(self, reply: ScriptedReply, request: GenerationRequest) -> Play:
+        chunk, output = self.options.chunk, reply.output or ""
+        thinking = bool(request.messages) and starts_inside_reasoning(self.syntax, output)
+        if reply.has_parts or reply.tokens is not None:
+            parts = reply_parts(reply, request)
+            tokens = split_tokens(parts, chunk, reply.tokens)
+            has_calls = any(isinstance(part, ToolCall) for part in parts)
+            return Play(len(tokens), lambda at, end: tuple(chain.from_iterable(tokens[at:end])), thinking, has_calls)
+        output = self._apply_budget(output, thinking, request.thinking)
+        size = -(-len(output) // chunk)
+        if len(output) > MAX_CACHED_CHARACTERS:
+            return Play(size, lambda at, end: _split_range(output, chunk, at, end), thinking)
+        pieces = _split(output, chunk)
+        return Play(size, lambda at, end: pieces[at:end], thinking)
 
     def embed(self, inputs: Sequence[Input]) -> Sequence[Embedding]:
         return map_inputs(inputs, self._embedding)
@@ -162,13 +204,6 @@ class ScriptedEngine(Engine):
             hashed = hashlib.shake_128(word.encode("utf-8", "replace")).digest(len(total))
             total = [so_far + times * (byte - 127.5) for so_far, byte in zip(total, hashed, strict=True)]
         return Embedding.of(total, tokens)
-
-    def _find_reply(self, request: GenerationRequest) -> str:
-        turn = _turn_texts(request)
-        for match, seen, output in self.replies:
-            if any(map(match.search, turn)) and (seen is None or any(seen.search(text) for text in _texts(request))):
-                return output
-        return request.last_user_text
 
     def _apply_budget(self, output: str, thinking: bool, options: Thinking) -> str:
         """Shorten the first reasoning section to the thinking budget."""
@@ -209,16 +244,6 @@ class ScriptedEngine(Engine):
         if at == options.hang_after:
             await asyncio.Event().wait()
         raise EngineFailed(f"the script fails after {options.fail_after} tokens")
-
-
-def _turn_texts(request: GenerationRequest) -> Sequence[str]:
-    """The texts of the user and tool messages after the last reply, or the prompt of a completion."""
-    turn = takewhile(lambda message: message.role != "assistant", reversed(request.messages))
-    return [message.text for message in turn if message.role in ("user", "tool")] or [request.last_user_text]
-
-
-def _texts(request: GenerationRequest) -> Iterator[str]:
-    return (message.text for message in request.messages)
 
 
 @types.coroutine

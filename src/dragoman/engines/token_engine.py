@@ -150,6 +150,9 @@ class TokenEngine(Engine):
     async def render(self, request: GenerationRequest) -> RenderedPrompt:
         return await self.run_in_pool(self.require_builder().render, request, pool=self.query_pool)
 
+    async def count_tokens(self, request: GenerationRequest) -> int:
+        return await self.run_in_pool(self.require_builder().count, request, pool=self.query_pool)
+
     async def tokenize(self, text: str, special: bool) -> Sequence[int]:
         return await self.run_in_pool(tokenize, self.require_vocabulary(), text, special, pool=self.query_pool)
 

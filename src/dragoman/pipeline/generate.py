@@ -265,8 +265,9 @@ async def _run_choices(
 
 async def _check_prompt_lengths(engine: Engine, requests: Sequence[GenerationRequest]) -> None:
     """Reject a prompt that is too long before another prompt is answered, while an error status can still be sent."""
-    context = engine.model_info(requests[0].model).context
-    if context is None or Feature.COUNT_TOKENS not in engine.supports():
+    context, supports = engine.model_info(requests[0].model).context, engine.supports()
+    # An engine that renders prompts reads them fast enough, and may count only chats.
+    if context is None or Feature.COUNT_TOKENS not in supports or Feature.RENDER in supports:
         return
     for request in requests:
         tokens = await call_engine(engine.count_tokens, request)

@@ -7,17 +7,20 @@ async for event in generate(engine, request): ...
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from contextlib import aclosing
+from functools import partial
 
 import msgspec
 
 from dragoman.core.delivery import pull_events
 from dragoman.core.engine import Engine, check_engine, describe_engine, list_models
 from dragoman.core.errors import BadRequest
-from dragoman.core.events import Event, Listener
+from dragoman.core.events import Event, Listener, notify
 from dragoman.core.ids import new_id
 from dragoman.core.reply import Reply, ReplyBuilder
 from dragoman.core.request import GenerationRequest
 from dragoman.pipeline import generate as pipeline
+from dragoman.pipeline.context_edits import COMPACTED, edit_context
+from dragoman.pipeline.summary_writer import SummaryOptions
 
 
 class LocalGeneration:
@@ -64,7 +67,17 @@ class LocalGeneration:
         pipeline.check_features(model, request.asked, engine.supports(), strict=False)
         slots = EngineSlots(engine.slots)
         await slots.acquire()
-        await pipeline.generate(engine, request, slots, on_events)
+
+        async def run(request: GenerationRequest, on_events: pipeline.OnEvents) -> None:
+            await pipeline.generate(engine, request, slots, on_events)
+
+        edited: GenerationRequest | None = request
+        if request.edits:
+            edited = await edit_context(engine, request, SummaryOptions(), run, lambda event: None)
+        if edited is None:
+            await notify(partial(on_events, 0), COMPACTED)
+        else:
+            await run(edited, on_events)
 
 
 class EngineSlots:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
+from dragoman.core.edits import ContextEvent
 from dragoman.core.errors import DragomanError
 from dragoman.core.events import Event
 from dragoman.core.reply import RateLimitState, Reply
@@ -32,6 +33,13 @@ class Encoder(Protocol):
 
     def fail(self, error: DragomanError) -> bytes:
         """Encode the error of a failed stream. Called once, instead of `end`."""
+
+
+class ContextEncoder(Encoder, Protocol):
+    """The encoder of a protocol whose requests may have `edits`."""
+
+    def feed_context(self, event: ContextEvent) -> bytes:
+        """Encode what the edits of the request did. Called before `feed`, or not at all."""
 
 
 @dataclass(frozen=True)

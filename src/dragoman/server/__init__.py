@@ -10,6 +10,6 @@ preflight_checks  checks before the server starts
 handlers          the handlers of the routes
 auth              keys, tokens, scopes and quotas
 http              sockets, connections and HTTP/1.1
-telemetry         event log, metrics and traces
+telemetry         event log, recordings, metrics and traces
 frontends         several processes that accept connections for one parent
 """

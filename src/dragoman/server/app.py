@@ -52,7 +52,7 @@ T = TypeVar("T")
 LEDGER_EXPIRY_SECONDS = 3600.0
 """How often expired entries of the ledger are deleted."""
 
-FIXED = ("host", "port", "socket", "tls", "event_log", "storage", "grace_seconds", "workers", "protocols")
+FIXED = ("host", "port", "socket", "tls", "event_log", "record", "storage", "grace_seconds", "workers", "protocols")
 FIXED_TELEMETRY = ("log_format", "log_level", "log_requests", "metrics_by_principal", "traces")
 FIXED_LIMITS = (
     *("header_bytes", "body_seconds", "write_seconds", "keepalive_seconds", "stall_seconds", "batch_lines"),
@@ -248,6 +248,8 @@ class App(BaseApp):
 
     def start(self) -> None:
         super().start()
+        if self.settings.record is not None:
+            log.warning("requests and replies are recorded in %s, prompts included", self.settings.record)
         self.maintenance.start()
         self.batch_runner.start()
         self._restoring = asyncio.get_running_loop().create_task(self._restore_limits())
@@ -274,4 +276,5 @@ class App(BaseApp):
         await asyncio.to_thread(self.database.close)
         await asyncio.to_thread(self.blobs.close)
         self._authenticator.close()
+        await self._close_recording()
         self.telemetry.close()

@@ -10,7 +10,7 @@ Rules
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from dragoman.server.auth.callers import Caller
 from dragoman.server.http.response import Scope
@@ -27,6 +27,10 @@ class RequestJob:
     caller: Caller
     id: str
     is_batch: bool = False
+
+    @property
+    def kind(self) -> Literal["background", "batch"]:
+        return "batch" if self.is_batch else "background"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -52,6 +53,7 @@ from dragoman.server.http.response import Receive, Scope, Send
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import ModelLease
 from dragoman.server.telemetry.recorder import Recorder
+from dragoman.server.telemetry.recording import ExchangeRecording, RecordingFile
 from dragoman.storage.batches import Batches
 from dragoman.storage.blobs import BlobStore
 from dragoman.storage.files import Files
@@ -80,6 +82,8 @@ class Route(Generic[AppT]):
     """Whether it works without a key."""
     scope: RouteScope | None = None
     """The scope that a key needs; None: chosen by the path."""
+    is_recorded: bool = False
+    """Whether its exchanges are recorded, if the operator wants that."""
 
 
 class SharedRoute(Route["BaseApp"]):
@@ -136,6 +140,7 @@ class BaseApp(ABC):
         self._check_interval = min(CHECK_SECONDS, shortest / 4)
         self.is_stopping = False
         self._started = False
+        self._recording_file = None if settings.record is None else RecordingFile(settings.record)
         self._apply(settings, Authenticator(settings), TrustedProxies(settings.proxies))
 
     def _apply(self, settings: Settings, authenticator: Authenticator, proxies: TrustedProxies) -> None:
@@ -226,6 +231,7 @@ class BaseApp(ABC):
             exchange.close()
             if not exchange.is_answered_by_parent:
                 self.telemetry.request(exchange.record)
+                self._write_recording(exchange)
 
     async def _dispatch(self, exchange: HttpExchange) -> None:
         path, method, response = exchange.path, exchange.method, exchange.response
@@ -255,6 +261,8 @@ class BaseApp(ABC):
             if entering is not None:
                 await entering
         if route is not None:
+            if route.is_recorded:
+                response.recording = self._begin_recording(exchange)
             await self._answer(exchange, route)
         elif methods:
             response.extra_headers.append((b"allow", ", ".join(methods).encode()))
@@ -262,6 +270,21 @@ class BaseApp(ABC):
         else:
             similar = self.routes.similar_path(path[:MAX_SHOWN_PATH])
             raise exchange.not_found_error(f"; did you mean {similar}?" if similar else "")
+
+    def _begin_recording(self, exchange: HttpExchange) -> ExchangeRecording | None:
+        if self._recording_file is None:
+            return None
+        return ExchangeRecording(exchange.timer.started, None if exchange.job is None else exchange.job.kind)
+
+    def _write_recording(self, exchange: HttpExchange) -> None:
+        recording = exchange.response.recording
+        if recording is not None and self._recording_file is not None:
+            fields = exchange.record, exchange.headers, exchange.is_disconnected, self._authenticator.redact
+            self._recording_file.write(recording.size, partial(recording.complete, *fields))
+
+    async def _close_recording(self) -> None:
+        if self._recording_file is not None:
+            await asyncio.to_thread(self._recording_file.close)
 
     def _start_timer(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._check_interval, self._check_exchanges)

@@ -138,6 +138,8 @@ class HttpExchange:
         if codings:
             body = await decompress_body(body, codings, limits.body_bytes)
         self.weight = len(body)
+        if self.response.recording is not None:
+            self.response.recording.note_request(body)
         is_large = len(body) > LARGE_BODY
         has_too_many, decode_body = partial(has_more_elements, body, limits.body_elements), partial(decode, body)
         if await run_in_body_thread(has_too_many) if is_large else has_too_many():

@@ -106,15 +106,18 @@ def _check_files(settings: Settings) -> Iterator[Diagnostic]:
     address = settings.storage.address
     if address not in (MEMORY, default_address()) and not address.startswith(POSTGRES) and Path(address).is_dir():
         yield Diagnostic("storage", f"{address} is a folder; expected a file")
-    path = None if settings.event_log is None else Path(settings.event_log)
-    if path is None:
-        return
-    if path.is_dir():
-        yield Diagnostic("event_log", f"{path} is a folder; expected a file")
-    elif not path.parent.is_dir():
-        yield Diagnostic("event_log", f"there is no folder {path.parent}")
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        yield Diagnostic("event_log", f"{path} cannot be written: permission denied")
+    for key, name in (("event_log", settings.event_log), ("record", settings.record)):
+        path = None if name is None else Path(name)
+        if path is None:
+            continue
+        if path.is_dir():
+            yield Diagnostic(key, f"{path} is a folder; expected a file")
+        elif not path.parent.is_dir():
+            yield Diagnostic(key, f"there is no folder {path.parent}")
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            yield Diagnostic(key, f"{path} cannot be written: permission denied")
+    if settings.record is not None and settings.record == settings.event_log:
+        yield Diagnostic("record", f"{settings.record} is the event log; give the recording a file of its own")
 
 
 def _check_tls(tls: Tls) -> Iterator[Diagnostic]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from dragoman.core.edits import ContextEvent
 from dragoman.core.errors import DragomanError, StorageUnavailable
 from dragoman.core.events import Event, Started
 from dragoman.core.reply import Reply
@@ -78,10 +79,18 @@ class ResponseRecorder:
 
     def feed(self, choice: int, events: Sequence[Event]) -> bytes:
         assert self._encoder is not None
-        frames = self._encoder.feed(choice, events)
+        return self._note(self._encoder.feed(choice, events), is_shown=type(events[-1]) is not Started)
+
+    def feed_context(self, event: ContextEvent) -> bytes:
+        assert self._encoder is not None
+        frames = self._encoder.feed_context(event)
+        return self._note(frames, is_shown=bool(frames))
+
+    def _note(self, frames: bytes, is_shown: bool) -> bytes:
+        """Keep frames to store them. `is_shown`: the client may see them now."""
         if self._context.should_store:
             self._frames.append(frames)
-            if self._timer is None and type(events[-1]) is not Started:
+            if self._timer is None and is_shown:
                 self._is_shown = True
                 self._start_timer()
         return frames

@@ -23,6 +23,7 @@ from dragoman.server.http.headers import RawHeaders
 from dragoman.server.http.response import Response, Send
 from dragoman.server.request_timer import RequestTimer
 from dragoman.server.telemetry.metrics import RequestRecord
+from dragoman.server.telemetry.recording import ExchangeRecording
 
 log = logging.getLogger("dragoman.server")
 
@@ -47,6 +48,8 @@ class ResponseWriter:
     _head_sent: asyncio.Event | None = None
     """Set while the head of a stream is being sent."""
     comment_task: asyncio.Task[None] | None = None
+    recording: ExchangeRecording | None = None
+    """Set if the exchange is recorded."""
 
     def __init__(self, send: Send, direct: Response | None, timer: RequestTimer, record: RequestRecord) -> None:
         self._send = send
@@ -103,6 +106,8 @@ class ResponseWriter:
     async def relay(self, status: int, headers: RawHeaders, body: bytes) -> None:
         """Send a whole response with exactly these headers."""
         self.is_started = True
+        if self.recording is not None:
+            self.recording.note_reply(status, body)
         if self._direct is None or not self._direct.reply(status, headers, body):
             await self._send({"type": "http.response.start", "status": status, "headers": headers})
             await self._send({"type": "http.response.body", "body": body})
@@ -145,6 +150,8 @@ class ResponseWriter:
         timer.due = math.inf
         if not self.is_started or self._head_sent is not None:
             await self._start_stream()
+        if self.recording is not None:
+            self.recording.note_piece(data)
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         # The time that the client took to read does not count as a stall of the engine.
         timer.note_progress()
@@ -154,6 +161,8 @@ class ResponseWriter:
         """Write without waiting. False if the connection cannot; then call `write`."""
         if self._direct is None or not self.is_started or not self._direct.write(data):
             return False
+        if self.recording is not None:
+            self.recording.note_piece(data)
         self.written = self._timer.last_progress
         return True
 
@@ -175,6 +184,8 @@ class ResponseWriter:
         self._timer.due = math.inf
         if self._head_sent is not None:
             await self._head_sent.wait()
+        if self.recording is not None:
+            self.recording.note_piece(data)
         await self._send({"type": "http.response.body", "body": data})
 
 

@@ -37,7 +37,7 @@ ENGINES_ONLY = Settings(models_dir=())
 def _generation_paths(protocols: Iterable[WireProtocol]) -> Iterator[tuple[str, Methods[App]]]:
     for protocol in protocols:
         handler = partial(answer, protocol=protocol)
-        route = SharedRoute(handler, protocol.id_prefix, protocol.own_family(), scope=protocol.scope)
+        route = SharedRoute(handler, protocol.id_prefix, protocol.own_family(), scope=protocol.scope, is_recorded=True)
         yield from ((path, {"POST": route}) for path in protocol.paths)
 
 
@@ -50,13 +50,14 @@ PATHS: dict[str, Methods[App]] = {
     "/v1/models": {"GET": Route(models.list_models)},
     **dict(_generation_paths(PROTOCOLS.values())),
     "/v1/chat/completions/render": {"POST": Route(tokens.render)},
-    "/v1/chat/completions/input_tokens": {"POST": Route(tokens.chat_count)},
-    "/v1/messages/count_tokens": {"POST": Route(tokens.messages_count, family=ANTHROPIC)},
+    "/v1/chat/completions/input_tokens": {"POST": Route(tokens.chat_count, is_recorded=True)},
+    "/v1/messages/count_tokens": {"POST": Route(tokens.messages_count, family=ANTHROPIC, is_recorded=True)},
     RESPONSES_PATH: {
-        "POST": SharedRoute(responses.create, PREFIX, OPENAI),
+        "POST": SharedRoute(responses.create, PREFIX, OPENAI, is_recorded=True),
         "GET": Route(responses.no_websocket, family=OPENAI),
     },
-    f"{RESPONSES_PATH}/input_tokens": {"POST": Route(responses.count, family=OPENAI)},
+    f"{RESPONSES_PATH}/input_tokens": {"POST": Route(responses.count, family=OPENAI, is_recorded=True)},
+    f"{RESPONSES_PATH}/compact": {"POST": SharedRoute(responses.compact, PREFIX, OPENAI, is_recorded=True)},
     conversations.PATH: {"POST": Route(conversations.create, family=OPENAI)},
     batches.PATH: {"POST": Route(batches.create, family=OPENAI), "GET": Route(batches.list_batches, family=OPENAI)},
     batches.ANTHROPIC_PATH: {
@@ -64,8 +65,8 @@ PATHS: dict[str, Methods[App]] = {
         "GET": Route(batches.list_anthropic, family=ANTHROPIC),
     },
     files.PATH: {"POST": SharedRoute(files.create), "GET": Route(files.list_files)},
-    "/v1/embeddings": {"POST": Route(embeddings.embeddings, "emb-", OPENAI)},
-    "/v1/rerank": {"POST": Route(embeddings.rerank, "rerank-", OPENAI)},
+    "/v1/embeddings": {"POST": Route(embeddings.embeddings, "emb-", OPENAI, is_recorded=True)},
+    "/v1/rerank": {"POST": Route(embeddings.rerank, "rerank-", OPENAI, is_recorded=True)},
     "/tokenize": {"POST": Route(tokens.tokenize)},
     "/detokenize": {"POST": Route(tokens.detokenize)},
     METRICS_PATH: {"GET": Route(stats.metrics)},

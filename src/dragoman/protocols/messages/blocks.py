@@ -1,7 +1,7 @@
 """The content blocks of messages, in both directions, and their `cache_control`.
 
     block         := {type: one of DECODERS, cache_control?, …}
-    signature     := "dgm1." base64(blake2b(thinking))
+    signature     := that of `Seal.THINKING_SIGNATURE`, or of `Seal.COMPACTION_SIGNATURE` (see `sealed`)
     cache_control := {type: ephemeral, ttl?: 5m | 1h}        of the request, a tool, or a block of system or messages
 
 Rules
@@ -14,7 +14,6 @@ Rules
 """
 
 import base64
-import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -24,13 +23,14 @@ from dragoman.core.choices import list_choices
 from dragoman.core.errors import BadRequest, quote
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked, Image, Part, Reasoning, Text, ToolCall, ToolResult
+from dragoman.core.summary import summary_message
 from dragoman.protocols import json_body
+from dragoman.protocols.messages.context import CompactionBlock, check_block
+from dragoman.protocols.sealed import Seal
 
 Block = dict[str, Any]
 Content = str | list[Block]
-SIGNATURE_PREFIX = "dgm1."
-_SIGNATURE_KEY = b"dragoman thought signature 1"
-"""The same for every server, so that a conversation can continue on another one. A signature detects changes only."""
+SIGNATURE = Seal.THINKING_SIGNATURE
 
 
 class TextBlock(msgspec.Struct, frozen=True):
@@ -95,10 +95,6 @@ class ServerCallBlock(msgspec.Struct, frozen=True):
     input: dict[str, Any] | None = None
 
 
-class CompactionBlock(msgspec.Struct, frozen=True):
-    content: str | None = None
-
-
 class OtherBlock(msgspec.Struct, frozen=True):
     """A block of which no field is required."""
 
@@ -108,11 +104,6 @@ class OtherBlock(msgspec.Struct, frozen=True):
     tool_name: Any = ""
 
 
-def sign(thinking: str) -> str:
-    digest = hashlib.blake2b(thinking.encode(), key=_SIGNATURE_KEY, digest_size=24).digest()
-    return SIGNATURE_PREFIX + base64.b64encode(digest).decode()
-
-
 def encode_part(part: Part) -> Block:
     """Encode a part of a message, for a request or a reply."""
     if isinstance(part, Text):
@@ -120,7 +111,7 @@ def encode_part(part: Part) -> Block:
     if isinstance(part, Reasoning):
         if part.signature and not part.text:
             return {"type": "redacted_thinking", "data": part.signature}
-        return {"type": "thinking", "thinking": part.text, "signature": part.signature or sign(part.text)}
+        return {"type": "thinking", "thinking": part.text, "signature": part.signature or SIGNATURE.sign(part.text)}
     if isinstance(part, ToolCall):
         return {"type": "tool_use", "id": part.id, "name": part.name, "input": _encode_input(part.arguments)}
     if isinstance(part, Image):
@@ -147,10 +138,11 @@ def _encode_input(arguments: str) -> msgspec.Raw | dict[str, str]:
     return msgspec.Raw(arguments.encode()) if json_body.is_object(arguments) else {"INVALID_JSON": arguments}
 
 
-def decode(content: Content, path: str, asked: list[Asked], allowed: frozenset[str]) -> list[Part]:
+def decode(content: Content, path: str, asked: list[Asked], allowed: frozenset[str], first: int = 0) -> list[Part]:
+    """Decode the blocks from `first` on."""
     if isinstance(content, str):
         return [Text(content)]
-    parts = [_part(block, f"{path}[{at}]", asked, allowed) for at, block in enumerate(content)]
+    parts = [_part(content[at], f"{path}[{at}]", asked, allowed) for at in range(first, len(content))]
     return [part for part in parts if part is not None]
 
 
@@ -225,9 +217,14 @@ def _tagged(tag: str, body: str, **attributes: str | None) -> Text:
 
 def _thinking(block: ThinkingBlock, path: str, asked: list[Asked]) -> Part:
     signature = block.signature or ""
-    if signature.startswith(SIGNATURE_PREFIX) and signature != sign(block.thinking):
+    if SIGNATURE.is_broken(signature, block.thinking):
         raise BadRequest(f"{path}.signature: does not match the thinking text", param=f"{path}.signature")
     return Reasoning(block.thinking, signature or None)
+
+
+def _compaction(block: CompactionBlock, path: str, asked: list[Asked]) -> Part | None:
+    check_block(block, path)
+    return None if block.content is None else summary_message(block.content).parts[0]
 
 
 def _tool_result(block: ToolResultBlock, path: str, asked: list[Asked]) -> Part:
@@ -289,10 +286,7 @@ DECODERS: dict[str, Decoder] = {
     "browser_state": (OtherBlock, lambda block, path, asked: _tagged("browser_state", _json({"tabs": block.tabs}))),
     **dict.fromkeys(SERVER_CALLS, _server_call),
     **dict.fromkeys(SERVER_RESULTS, _server_result),
-    "compaction": (
-        CompactionBlock,
-        lambda block, path, asked: None if block.content is None else _tagged("summary", block.content),
-    ),
+    "compaction": (CompactionBlock, _compaction),
     "container_upload": _drop(Feature.FILES),
     "tool_addition": _drop(Feature.TOOL_CHANGES),
     "tool_removal": _drop(Feature.TOOL_CHANGES),

@@ -2,7 +2,7 @@
 
     stream  := message_start ping block* message_delta message_stop
     block   := content_block_start content_block_delta* content_block_stop
-    message := text | thinking | redacted_thinking | tool_use blocks, in the order of the reply
+    message := compaction? (text | thinking | redacted_thinking | tool_use)* blocks, in the order of the reply
 
 Rules
 1. `system` comes first; messages with the system role stay where they are.
@@ -11,7 +11,8 @@ Rules
 3. Tool results become messages of their own, before the rest of their message.
 4. In a stream, one block is open at a time; its index is its position in the message. The last delta of a thinking
    block is its signature: that of the upstream server, or one made here. A call without arguments has one empty delta.
-5. Tokens that are read from or written to the cache are not counted in `input_tokens`.
+5. While a conversation is compacted, pings keep the stream alive. Its usage is known at the end.
+6. Tokens that are read from or written to the cache are not counted in `input_tokens`.
 """
 
 import math
@@ -22,6 +23,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from dragoman.core.edits import Compacting, ContextEdited, ContextEvent
 from dragoman.core.errors import BadRequest, DragomanError, ThreadUnsupported
 from dragoman.core.events import (
     Event,
@@ -43,13 +45,14 @@ from dragoman.core.request import (
     JsonSchema,
     Message,
     Sampling,
+    Summary,
     Text,
     Thinking,
     ToolResult,
 )
 from dragoman.protocols import json_body, thinking
 from dragoman.protocols.errors import encode_anthropic_error
-from dragoman.protocols.messages import blocks, tools
+from dragoman.protocols.messages import blocks, context, tools
 from dragoman.protocols.messages.tools import AnthropicToolChoice
 from dragoman.protocols.openai import NEUTRAL, Count, Int64, Probability, check_stop
 
@@ -60,6 +63,7 @@ STOP_REASONS: dict[FinishReason, str] = {
     "length": "max_tokens",
     "tool_calls": "tool_use",
     "content_filter": "refusal",
+    "compaction": "compaction",
 }
 DELTAS = {
     "text": ("text_delta", "text"),
@@ -101,6 +105,8 @@ class MessagesFields(msgspec.Struct, frozen=True, kw_only=True):
     thinking: AnthropicThinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
+    context_management: Any = None
+    compaction: Any = None
     stop_sequences: list[str] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Probability | None = None
@@ -142,6 +148,7 @@ def decode_count(body: bytes) -> GenerationRequest:
     return GenerationRequest(
         model=fields.model or "",
         messages=_messages(fields.system, fields.messages, asked),
+        edits=context.decode_edits(parsed, asked),
         tools=offered,
         tool_choice=choice,
         constraint=_constraint(fields, asked),
@@ -163,24 +170,14 @@ def _asked_fields(fields: MessagesFields, parsed: dict[str, Any]) -> list[Asked]
     asked = [Asked(Feature(name), name) for name in names if getattr(fields, name) not in (None, NEUTRAL.get(name))]
     if fields.stop_sequences:
         asked.append(Asked(Feature.STOP, "stop_sequences"))
-    for name in json_body.unknown_fields(parsed, MessagesFields):
-        value = parsed[name]
-        if name == "context_management":
-            value = _edits(value)
-        if value is not None and name not in HARMLESS and value not in NO_EFFECT.get(name, ()):
-            asked.append(Asked(Feature.UNKNOWN, name))
+    unknown = [
+        name
+        for name in json_body.unknown_fields(parsed, MessagesFields)
+        if name not in HARMLESS and parsed[name] not in NO_EFFECT.get(name, ())
+    ]
     config = parsed.get("output_config") or {}
-    unknown = json_body.unknown_fields(config, OutputConfig)
-    return asked + [Asked(Feature.UNKNOWN, f"output_config.{name}") for name in unknown]
-
-
-def _edits(management: Any) -> Any:
-    """Return the edits other than "keep all thinking", which needs no action."""
-    edits = management.get("edits") if isinstance(management, dict) else management
-    if not isinstance(edits, list):
-        return edits
-    keeps_all = {"type": "clear_thinking_20251015", "keep": "all"}
-    return [edit for edit in edits if edit != keeps_all] or None
+    unknown += [f"output_config.{name}" for name in json_body.unknown_fields(config, OutputConfig)]
+    return asked + [Asked(Feature.UNKNOWN, name) for name in unknown]
 
 
 def _constraint(fields: MessagesFields, asked: list[Asked]) -> Constraint | None:
@@ -208,18 +205,21 @@ def _messages(
     system: blocks.Content | None, messages: list[AnthropicMessage], asked: list[Asked]
 ) -> tuple[Message, ...]:
     decoded = [] if system is None else _system(system, "system", asked)
-    for at, message in enumerate(messages):
+    start, first_block = context.find_compaction([message.content for message in messages]) or (0, 0)
+    for at, message in enumerate(messages[start:], start):
         path = f"messages[{at}].content"
         if message.role == "system":
             decoded += _system(message.content, path, asked)
             continue
-        parts = blocks.decode(message.content, path, asked, blocks.ALLOWED[message.role])
-        results = [Message("tool", (part,)) for part in parts if isinstance(part, ToolResult)]
-        others = tuple(part for part in parts if not isinstance(part, ToolResult))
-        decoded += results
-        if others or not results:
+        first = first_block if at == start else 0
+        parts = blocks.decode(message.content, path, asked, blocks.ALLOWED[message.role], first)
+        separate = [Message("user", (part,)) for part in parts if isinstance(part, Summary)]
+        separate += [Message("tool", (part,)) for part in parts if isinstance(part, ToolResult)]
+        others = tuple(part for part in parts if not isinstance(part, ToolResult | Summary))
+        decoded += separate
+        if others or not separate:
             decoded.append(Message(message.role, others))
-    if messages and messages[-1].role == "assistant":
+    if messages and messages[-1].role == "assistant" == decoded[-1].role:
         # An engine without the feature `prefill` ignores it, which is reported.
         asked.append(Asked(Feature.PREFILL, f"messages[{len(messages) - 1}]"))
     return tuple(decoded)
@@ -247,6 +247,18 @@ class MessagesEncoder:
         """Text of the open thinking or tool_use block."""
         self._signature: str | None = None
         """The upstream server's signature of the open thinking block."""
+        self._is_started = False
+        self._edited: ContextEdited | None = None
+
+    def feed_context(self, event: ContextEvent) -> bytes:
+        if isinstance(event, Compacting):
+            return PING if self._is_started else self._begin(Started())
+        self._edited = event
+        if event.compaction is None:
+            return b""
+        opening = b"" if self._is_started else self._begin(Started())
+        self._index += 1
+        return opening + b"".join(map(_frame, context.stream_block(event.compaction, self._index, self._request.edits)))
 
     def feed(self, choice: int, events: Sequence[Event]) -> bytes:
         if self._open == "text":
@@ -266,12 +278,17 @@ class MessagesEncoder:
             # A faulty upstream server may send more arguments after the block of a call has ended.
             return self._piece("tool_use", event.arguments) if self._open == "tool_use" else b""
         if isinstance(event, Started):
-            usage = Usage(event.prompt_tokens, cached=event.cached_tokens, kept=event.kept_tokens)
-            message = _message(self._request, [], None, None, usage)
-            return _frame({"type": "message_start", "message": message}) + PING
-        delta = _stop_fields(event.reason, event.stop)
-        counts = _encode_usage(event.usage or Usage())
-        return self._stop() + _frame({"type": "message_delta", "delta": delta, "usage": counts})
+            return b"" if self._is_started else self._begin(event)
+        delta, usage = _stop_fields(event.reason, event.stop), event.usage or Usage()
+        counts = _encode_usage(usage) | context.encode_iterations(self._edited, usage, _encode_usage)
+        edited = context.encode_edited(self._request.edits, self._edited)
+        return self._stop() + _frame({"type": "message_delta", "delta": delta, "usage": counts, **edited})
+
+    def _begin(self, started: Started) -> bytes:
+        self._is_started = True
+        usage = Usage(started.prompt_tokens, cached=started.cached_tokens, kept=started.kept_tokens)
+        message = _message(self._request, [], None, None, usage)
+        return _frame({"type": "message_start", "message": message}) + PING
 
     def _reasoning(self, event: ReasoningDelta) -> bytes:
         if not event.signature:
@@ -312,7 +329,7 @@ class MessagesEncoder:
             return b""
         last = b""
         if self._open == "thinking":
-            signature = self._signature or blocks.sign("".join(self._pieces))
+            signature = self._signature or blocks.SIGNATURE.sign("".join(self._pieces))
             delta = {"type": "signature_delta", "signature": signature}
             last = _frame({"type": "content_block_delta", "index": self._index, "delta": delta})
         elif self._open == "tool_use" and not self._pieces:
@@ -330,8 +347,11 @@ class MessagesEncoder:
 
 def encode_reply(request: GenerationRequest, created: int, reply: Reply) -> dict[str, Any]:
     choice = reply.choices[0]
-    encoded = [blocks.encode_part(part) for part in choice.parts]
-    return _message(request, encoded, choice.reason, choice.stop, reply.usage)
+    encoded = [] if reply.compaction is None else [context.encode_block(reply.compaction)]
+    encoded += [blocks.encode_part(part) for part in choice.parts]
+    message = _message(request, encoded, choice.reason, choice.stop, reply.usage)
+    message["usage"] |= context.encode_iterations(reply.edited, reply.usage, _encode_usage)
+    return message | context.encode_edited(request.edits, reply.edited)
 
 
 def _message(
@@ -347,12 +367,9 @@ def _message(
         "ephemeral_5m_input_tokens": 0 if is_long else usage.kept,
         "ephemeral_1h_input_tokens": usage.kept if is_long else 0,
     }
-    counts = _encode_usage(usage) | {"cache_creation": created, "service_tier": _service_tier(request)}
+    tier = "batch" if request.priority == "batch" else "standard"
+    counts = _encode_usage(usage) | {"cache_creation": created, "service_tier": tier}
     return message | _stop_fields(reason, stop) | {"usage": counts}
-
-
-def _service_tier(request: GenerationRequest) -> str:
-    return "batch" if request.priority == "batch" else "standard"
 
 
 def _stop_fields(reason: FinishReason | None, stop: str | None) -> dict[str, Any]:
@@ -372,8 +389,10 @@ def _encode_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def encode_count(tokens: int) -> dict[str, int]:
-    return {"input_tokens": tokens}
+def encode_count(tokens: int, original: int | None = None) -> dict[str, Any]:
+    """`original` is the number before the edits of the request, if it has any."""
+    counted: dict[str, Any] = {"input_tokens": tokens}
+    return counted if original is None else counted | {context.FIELD: {"original_input_tokens": original}}
 
 
 def format_reset(seconds: float) -> str:

@@ -3,6 +3,7 @@
     stream    := response.created queued? response.in_progress item* (response.completed | response.incomplete)
                | response.created queued? response.in_progress item* error response.failed
     queued    := response.queued                                  of a background response
+    compacted := added  compaction.compacting*            done    the first item, if there is one
     message   := added  content_part.added  output_text.delta*     output_text.done     content_part.done  done
     reasoning := added  content_part.added  reasoning_text.delta*  reasoning_text.done  content_part.done  done
     function  := added  function_call_arguments.delta*   function_call_arguments.done   done
@@ -12,7 +13,7 @@
 Rules
 1. Events have consecutive sequence numbers. Each item is done before the next one starts.
 2. The whole response is the one at the end of the stream.
-3. A response without text and calls has an empty message, unless it is incomplete.
+3. A response without text and calls has an empty message, unless it is incomplete or only a compaction.
 4. A response repeats fields of its request that are not part of a `GenerationRequest`. Therefore each request has its
    own `ResponseEncoding`.
 """
@@ -22,6 +23,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from dragoman.core.edits import ContextEvent
 from dragoman.core.errors import BadRequest, ContextTooLong, DragomanError, QueueFull
 from dragoman.core.events import (
     Event,
@@ -34,18 +36,20 @@ from dragoman.core.events import (
     ToolCallDelta,
     ToolCallStart,
     Usage,
+    total_usage,
 )
-from dragoman.core.reply import Choice, Reply
-from dragoman.core.request import GenerationRequest, Reasoning, Text, ToolCall
+from dragoman.core.reply import Reply
+from dragoman.core.request import GenerationRequest
 from dragoman.protocols import openai
 from dragoman.protocols.responses import calls
-from dragoman.protocols.responses.frames import encode_frame
-from dragoman.protocols.responses.items import PREFIX, encode_reasoning
+from dragoman.protocols.responses.compaction import CompactionOutput
+from dragoman.protocols.responses.frames import ItemEvent, encode_frame
+from dragoman.protocols.responses.items import PREFIX
+from dragoman.protocols.responses.reply_events import reply_events
 from dragoman.protocols.responses.server import ResponseContext
+from dragoman.protocols.sealed import Seal
 from dragoman.protocols.wire_protocol import EVENT_STREAM
 
-ItemEvent = tuple[str, dict[str, Any]]
-"""The type of an event and its fields except the sequence number."""
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed"]
 SAMPLING_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Shown if neither the request nor the configuration of the model has the parameter: the response always has them."""
@@ -108,7 +112,7 @@ class ContentItem:
             return {"type": "message", "role": "assistant", **item}
         reasoning = {"type": "reasoning", "summary": [], **item}
         if self._encrypts and status != "in_progress":
-            reasoning["encrypted_content"] = encode_reasoning("".join(self.pieces))
+            reasoning["encrypted_content"] = Seal.REASONING.seal("".join(self.pieces))
         return reasoning
 
     def _fields(self, **fields: Any) -> dict[str, Any]:
@@ -198,37 +202,12 @@ class ResponseEncoding:
 
     def encode_reply(self, request: GenerationRequest, created: int, reply: Reply) -> dict[str, Any]:
         encoder = ResponseEncoder(self, request)
-        for event in _reply_events(reply.choices[0], reply.usage):
+        if reply.edited is not None:
+            list(encoder.context_events(reply.edited))
+        for event in reply_events(reply.choices[0], reply.usage):
             for _ in encoder.item_events(event):
                 pass
         return encoder.finish()
-
-
-def _reply_events(choice: Choice, usage: Usage) -> Iterator[Event]:
-    """Return the events of a reply. The last text gets the remaining logprobs, even if its end was cut off."""
-    texts = [part for part in choice.parts if isinstance(part, Text)]
-    logprobs = choice.logprobs
-    if not texts:
-        yield TextDelta("", logprobs=logprobs)
-    for part in choice.parts:
-        if isinstance(part, Text):
-            count = len(logprobs) if part is texts[-1] else _count_tokens(part.text, logprobs)
-            yield TextDelta(part.text, logprobs=logprobs[:count])
-            logprobs = logprobs[count:]
-        elif isinstance(part, Reasoning):
-            yield ReasoningDelta(part.text, signature=part.signature)
-        elif isinstance(part, ToolCall):
-            yield ToolCallStart(part.id, part.name)
-            yield ToolCallDelta(part.arguments)
-    yield Finished(choice.reason, usage=usage)
-
-
-def _count_tokens(text: str, logprobs: Sequence[TokenLogprob]) -> int:
-    count, left = 0, len(text.encode())
-    while left > 0 and count < len(logprobs):
-        left -= len(logprobs[count].text)
-        count += 1
-    return count
 
 
 class ResponseEncoder:
@@ -245,9 +224,18 @@ class ResponseEncoder:
         self._pending_logprobs: list[TokenLogprob] = []
         """Logprobs that arrived before their text."""
         self._finished = Finished()
+        self._compaction = CompactionOutput(self._id_suffix)
 
     def feed(self, choice: int, events: Sequence[Event]) -> bytes:
         return b"".join([self._encode(event) for event in events])
+
+    def feed_context(self, event: ContextEvent) -> bytes:
+        return self.frames(self.context_events(event))
+
+    def context_events(self, event: ContextEvent) -> Iterator[ItemEvent]:
+        yield from self._compaction.events(event, () if self._is_started else self._begin())
+        if self._compaction.item is not None:
+            self._output.append(self._compaction.item)
 
     def _encode(self, event: Event) -> bytes:
         message = self._message
@@ -278,11 +266,12 @@ class ResponseEncoder:
         elif isinstance(event, ToolCallDelta):
             yield from self._add(event.arguments)
         elif isinstance(event, Started):
-            yield from self._begin()
+            if not self._is_started:
+                yield from self._begin()
         else:
             self._finished = event
             yield from self._close("incomplete" if event.reason in INCOMPLETE_REASONS else "completed")
-            if self._needs_message and event.reason not in INCOMPLETE_REASONS:
+            if self._needs_message and event.reason not in (*INCOMPLETE_REASONS, "compaction"):
                 yield from self._start_content(is_message=True)
                 if self._pending_logprobs:
                     yield from self._add("", self._pending_logprobs)
@@ -337,7 +326,8 @@ class ResponseEncoder:
 
     def finish(self) -> dict[str, Any]:
         """Return the final response."""
-        finished, usage = self._finished, encode_usage(self._finished.usage or Usage())
+        finished = self._finished
+        usage = encode_usage(total_usage([self._compaction.usage, finished.usage or Usage()]))
         reason = INCOMPLETE_REASONS.get(finished.reason)
         if reason is not None:
             response = self.snapshot("incomplete", usage=usage, incomplete_details={"reason": reason})

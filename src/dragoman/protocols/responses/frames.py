@@ -12,6 +12,8 @@ from typing import Any, Literal
 import msgspec
 
 FRAME_END = b"\n\n"
+ItemEvent = tuple[str, dict[str, Any]]
+"""The type of an event and its fields except the sequence number."""
 ITEM_DONE = b"event: response.output_item.done\ndata: "
 
 

@@ -3,20 +3,17 @@
     turn              := reasoning* message? call*              one message of the assistant
     input             := (message | turn | output)*
     stored            := the item as it was sent, with a type, an id and a status, its content as parts
-    encrypted_content := "dgm1." base64(blake2b(text) text)
+    encrypted_content := sealed text (see `sealed`)
 
 Rules
 1. Consecutive items of the assistant are one message: its reasoning, its text, its calls.
 2. Ids, statuses and the type of a message are optional. An output need not have a matching call.
 3. Items without content for the model (hosted searches, reasoning encrypted by other servers) are skipped and named in
    the response headers.
-4. Encrypted reasoning is for clients that store the conversation but do not show the reasoning. It is not secret: the
-   key is the same on all servers, so that a conversation can continue on another server. The digest detects changes and
-   content of other origin.
+4. Encrypted reasoning is for clients that store the conversation but do not show the reasoning.
+5. What is before the last compaction is not read, except for messages of the user, the system and the developer.
 """
 
-import base64
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -25,27 +22,28 @@ import msgspec
 from dragoman.core.errors import BadRequest, NotFound, quote
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked, Image, Message, Part, Reasoning, Role, Text, ToolCall, ToolResult
+from dragoman.core.summary import compact_messages
 from dragoman.protocols import json_body
 from dragoman.protocols.openai import RESPONSE_PARTS, Content, ContentPart, decode_content, decode_limit
+from dragoman.protocols.responses import compaction
 from dragoman.protocols.responses.calls import CALLS, PREFIXES, CallFields, Kind, decode_arguments, to_text
 from dragoman.protocols.responses.tools import ToolSet
+from dragoman.protocols.sealed import Seal
 
 Item = Mapping[str, Any]
-LocatedItem = tuple[str, str, dict[str, Any]]
+LocatedItem = compaction.LocatedItem
 """The path of an item in the request, its type, and the item."""
 MAX_ITEMS = 16_384
 PREFIX = "resp_"
-ENCRYPTED_PREFIX = "dgm1."
-_DIGEST_KEY = b"dragoman sealed thought 1"
-_DIGEST_SIZE = 24
 MAX_LIMIT, DEFAULT_LIMIT = 100, 20
 ID_PREFIXES = {item_type: PREFIXES[kind] for item_type, kind in CALLS.items()} | {
     "message": "msg_",
     "reasoning": "rs_",
     "function_call_output": "fco_",
     "custom_tool_call_output": "ctco_",
+    compaction.COMPACTION: compaction.ID_PREFIX,
 }
-WITHOUT_STATUS = ("reasoning", "additional_tools", "compaction")
+WITHOUT_STATUS = ("reasoning", "additional_tools", *compaction.KINDS)
 
 
 class ItemId(msgspec.Struct, frozen=True):
@@ -96,11 +94,11 @@ WITH_TOOLS = ("additional_tools", TOOL_SEARCH_OUTPUT)
 UPDATE = "configuration_update"
 WITHOUT_CONTENT = ("additional_tools", UPDATE)
 """Items that are not part of the conversation."""
-WITH_CONTENT = ("message", "reasoning", "mcp_call")
+WITH_CONTENT = ("message", "reasoning", "mcp_call", *compaction.KINDS)
 """Items that the model sees, besides calls and their outputs."""
 SKIPPED = frozenset(
     {
-        *("code_interpreter_call", "compaction", "computer_call", "computer_call_output", "file_search_call"),
+        *("code_interpreter_call", "computer_call", "computer_call_output", "file_search_call"),
         *("image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_list_tools", "program"),
         *("program_output", "web_search_call"),
     }
@@ -146,9 +144,30 @@ def tools_of(items: Sequence[LocatedItem]) -> Iterator[tuple[str, list[dict[str,
             yield f"{path}.tools", json_body.convert(item, OutputItem, path).tools or []
 
 
+def window(items: Sequence[LocatedItem]) -> Sequence[LocatedItem]:
+    """Return the items without those that the last compaction replaced."""
+    last = max((at for at, (_, kind, _) in enumerate(items) if kind in compaction.KINDS), default=0)
+    if not last:
+        return items
+    path, _, item = items[last]
+    return [*retained(items[:last], compaction.open_item(path, item).kept), *items[last:]]
+
+
+def retained(items: Sequence[LocatedItem], users: int) -> list[LocatedItem]:
+    """Return what a compaction retains: settings, messages of system and developer, the most recent user messages."""
+    found = []
+    for entry in reversed(items):
+        _, kind, item = entry
+        role = item.get("role") if kind == "message" else None
+        if role in ("system", "developer") or kind in WITHOUT_CONTENT or (role == "user" and users > 0):
+            found.append(entry)
+            users -= role == "user"
+    return found[::-1]
+
+
 def decode(items: Sequence[LocatedItem], toolset: ToolSet, asked: list[Asked]) -> tuple[Message, ...]:
     builder = _MessageBuilder(toolset, asked)
-    for path, kind, item in items:
+    for path, kind, item in window(items):
         builder.read(kind, path, item)
     builder.end_turn()
     return tuple(builder.messages)
@@ -170,6 +189,10 @@ class _MessageBuilder:
             self._reasoning(path, json_body.convert(item, ReasoningItem, path))
         elif kind in CALLS:
             self._call(CALLS[kind], path, json_body.convert(item, CallFields, path))
+        elif kind in compaction.KINDS:
+            self.end_turn()
+            sealed = compaction.open_item(path, item)
+            self.messages = list(compact_messages(self.messages, sealed.summary, sealed.kept, sealed.pending))
         elif kind == "mcp_call":
             self._mcp_call(json_body.convert(item, McpCall, path))
         elif kind in OUTPUTS:
@@ -203,7 +226,7 @@ class _MessageBuilder:
         text: str | None
         text = self._join_texts(item.content, f"{path}.content") or self._join_texts(item.summary, f"{path}.summary")
         if not text and encrypted:
-            text = decode_reasoning(encrypted)
+            text = Seal.REASONING.open(encrypted)
         if text is None:
             self._asked.append(Asked(Feature.ITEMS, f"{path}.encrypted_content"))
         elif text:
@@ -272,27 +295,6 @@ OUTPUTS: dict[str, OutputDecoder] = {
     "shell_call_output": _decode_shell_output,
     TOOL_SEARCH_OUTPUT: _describe_tools,
 }
-
-
-def encode_reasoning(reasoning: str) -> str:
-    text = reasoning.encode()
-    return ENCRYPTED_PREFIX + base64.b64encode(_digest(text) + text).decode()
-
-
-def decode_reasoning(content: str) -> str | None:
-    """Return the reasoning; None for content that `encode_reasoning` did not produce."""
-    if not content.startswith(ENCRYPTED_PREFIX):
-        return None
-    try:
-        decoded = base64.b64decode(content.removeprefix(ENCRYPTED_PREFIX), validate=True)
-        digest, text = decoded[:_DIGEST_SIZE], decoded[_DIGEST_SIZE:]
-        return text.decode() if digest == _digest(text) else None
-    except ValueError:
-        return None
-
-
-def _digest(text: bytes) -> bytes:
-    return hashlib.blake2b(text, key=_DIGEST_KEY, digest_size=_DIGEST_SIZE).digest()
 
 
 def storable_items(items: Iterable[Mapping[str, Any]], response_id: str) -> list[dict[str, Any]]:

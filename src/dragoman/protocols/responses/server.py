@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from dragoman.core.edits import Compact
 from dragoman.core.errors import BadRequest, NotFound, NotSupported, quote
 from dragoman.core.features import Feature
 from dragoman.core.request import (
@@ -24,7 +25,7 @@ from dragoman.core.request import (
     Text,
 )
 from dragoman.protocols import json_body, openai, thinking
-from dragoman.protocols.responses import items, tools
+from dragoman.protocols.responses import compaction, items, tools
 from dragoman.protocols.responses.calls import ClientTool
 from dragoman.protocols.responses.tools import ToolChoiceField
 
@@ -96,6 +97,7 @@ class ResponseFields(openai.SamplingFields, frozen=True, kw_only=True):
     reasoning: ReasoningSettings | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    context_management: list[Any] | None = None
     service_tier: str | None = None
     stream_options: ResponseStreamOptions | None = None  # type: ignore[assignment]
     metadata: Metadata | None = None
@@ -183,13 +185,19 @@ def decode(
     parsed_request: ParsedRequest,
     earlier: Sequence[dict[str, Any]] = (),
     referenced: Mapping[str, dict[str, Any]] | None = None,
+    compacts: bool = False,
 ) -> ResponseRequest:
-    """`earlier` are the items of the previous response or of the conversation; `referenced` the stored items by id."""
+    """`earlier` are the items of the previous response or of the conversation; `referenced` the stored items by id.
+
+    A request that `compacts` is answered with a compaction.
+    """
     asked = [Asked(Feature.CHAT, "input"), *openai.requested_features(parsed_request.fields, parsed_request.parsed)]
-    sent = _resolve_references(parsed_request.items, referenced or {}, asked)
+    resolved = _resolve_references(parsed_request.items, referenced or {}, asked)
+    sent, trigger = compaction.take_trigger(resolved)
     path = "previous_response_id" if parsed_request.conversation is None else "conversation"
-    located = [(path, items.kind_of(item, path), item) for item in earlier] + sent
-    items.check_count(len(located))
+    before = [(path, items.kind_of(item, path), item) for item in earlier]
+    items.check_count(len(before) + len(sent))
+    located = items.window([*before, *sent])
     fields = _apply_updates(parsed_request.fields, sent)
     toolset = tools.decode(fields.tools or (), items.tools_of(located), asked)
     choice, left = tools.choose(fields.tool_choice, fields.parallel_tool_calls is not False, toolset, asked)
@@ -197,6 +205,12 @@ def decode(
     messages = (*system, *items.decode(located, toolset, asked))
     if not messages:
         raise _empty_input(asked)
+    edits = compaction.decode_setting(fields.context_management or (), asked)
+    if compacts or trigger is not None:
+        edits = (Compact(trigger or "input", stops=True),)
+    if compacts:
+        sent_fields = parsed_request.parsed
+        asked += [Asked(Feature.UNKNOWN, name) for name in ("stream", "background", "store") if sent_fields.get(name)]
     _note_options(fields, parsed_request.parsed, asked)
     wants_logprobs = LOGPROBS in (fields.include or ()) or bool(fields.top_logprobs)
     if wants_logprobs:
@@ -204,18 +218,21 @@ def decode(
     request = GenerationRequest(
         **openai.decode_common(fields),
         messages=messages,
+        edits=edits,
         tools=left,
         tool_choice=choice,
         constraint=_constraint((fields.text or TextField()).format, asked),
         thinking=thinking.resolve({"reasoning": {"effort": fields.reasoning and fields.reasoning.effort}}, asked),
         max_tokens=fields.max_output_tokens,
         logprobs=Logprobs(fields.top_logprobs or 0) if wants_logprobs else None,
-        delivery=Delivery(stream=bool(fields.stream), usage=True),
+        delivery=Delivery(stream=bool(fields.stream) and not compacts, usage=True),
         asked=tuple(asked),
         extra=json_body.extra_fields(parsed_request.parsed, asked),
     )
+    own = {id(item) for _, _, item in sent}
     conversation = [item for _, _, item in located]
-    return ResponseRequest(request, _response_context(parsed_request, toolset, conversation, len(sent)))
+    added = sum(id(item) in own for item in conversation)
+    return ResponseRequest(request, _response_context(parsed_request, toolset, conversation, added))
 
 
 def _empty_input(asked: Sequence[Asked]) -> BadRequest:

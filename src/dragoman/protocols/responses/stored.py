@@ -10,6 +10,7 @@ from dragoman.core.request import Asked
 from dragoman.protocols import json_body
 from dragoman.protocols.responses import items, tools
 from dragoman.protocols.responses.server import ENCRYPTED, INCLUDED, Metadata, check_metadata
+from dragoman.protocols.sealed import Seal
 
 MAX_DIGITS = 12
 
@@ -61,7 +62,7 @@ def _encrypt(item: dict[str, Any]) -> bool:
     """Add the encrypted content of an item of reasoning; return whether there was something to add."""
     if item.get("type") != "reasoning" or item.get("encrypted_content"):
         return False
-    item["encrypted_content"] = items.encode_reasoning("".join([part["text"] for part in item.get("content") or ()]))
+    item["encrypted_content"] = Seal.REASONING.seal("".join([part["text"] for part in item.get("content") or ()]))
     return True
 
 

@@ -30,7 +30,7 @@ from dragoman.config.sections import KeyLimits
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError, StorageUnavailable, Unauthorized
 from dragoman.core.types import RouteScope
-from dragoman.core.urls import MIN_SECRET_LENGTH, redact_secrets
+from dragoman.core.urls import MIN_SECRET_LENGTH, redact_secrets, secret_forms
 from dragoman.server.auth.callers import (
     ALL_SCOPES,
     ANONYMOUS,
@@ -65,7 +65,8 @@ class Authenticator:
         self._jwt = None if keys.jwt is None else JwtVerifier(keys.jwt, keys.limits)
         self._stored = _StoredKeys(store_path(keys), keys.limits)
         self._anonymous = _limited(ANONYMOUS, DEFAULT_SCOPES, keys.limits, key="") if keys.anonymous else None
-        self._secrets = [key for key in settings.api_keys if len(key) >= MIN_SECRET_LENGTH]
+        keys_to_hide = (key for key in settings.api_keys if len(key) >= MIN_SECRET_LENGTH)
+        self._secrets = [form for key in keys_to_hide for form in secret_forms(key)]
 
     def authenticate(self, headers: Mapping[bytes, bytes]) -> Caller:
         if not (self._stored.is_used(_sent_keys(headers)) or self._static or self._jwt):

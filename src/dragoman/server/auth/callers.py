@@ -22,6 +22,7 @@ from typing import Protocol, get_args
 import msgspec
 
 from dragoman.config.sections import RESERVED_ROUTES, KeyLimits
+from dragoman.core.edits import Compact
 from dragoman.core.errors import PermissionDenied, RateLimited, TokensLimited
 from dragoman.core.reply import RateLimitState
 from dragoman.core.request import GenerationRequest, Image, ToolResult
@@ -222,7 +223,13 @@ class Estimate(msgspec.Struct, frozen=True, array_like=True):
 def estimate_tokens(request: GenerationRequest, weight: int) -> Estimate:
     """`weight` is the size of the body and of the stored items that it refers to."""
     choices = max(request.choices, request.best_of) * max(1, len(request.prompts))
-    return Estimate(estimate_prompt_tokens(request, weight), choices, request.max_tokens)
+    prompt = estimate_prompt_tokens(request, weight)
+    if any(
+        isinstance(edit, Compact) and edit.threshold is not None and prompt > edit.threshold for edit in request.edits
+    ):
+        # The conversation is read for its summary, and its rest again for the reply.
+        prompt += prompt
+    return Estimate(prompt, choices, request.max_tokens)
 
 
 def estimate_prompt_tokens(request: GenerationRequest, weight: int) -> int:

@@ -64,6 +64,7 @@ class FrontEndApp(BaseApp):
         while self.exchanges and loop.time() < deadline:  # noqa: ASYNC110 (once)
             await asyncio.sleep(POLL_SECONDS)
         await self.tasks.finish()
+        await self._close_recording()
         self._authenticator.close()
 
     def configure(self, settings: Settings) -> None:

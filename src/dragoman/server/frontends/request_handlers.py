@@ -47,7 +47,7 @@ from dragoman.server.model_lease import LeaseInfo, LocalModelLease
 log = logging.getLogger("dragoman.fronts")
 
 MAX_UNSENT = 256 * 1024 * 1024
-PIPELINE_FEATURES = STAGE_FEATURES | {Feature.COUNT_TOKENS}
+PIPELINE_FEATURES = STAGE_FEATURES | {Feature.COUNT_TOKENS, Feature.RENDER, Feature.THINKING}
 """Features of an engine that matter to the pipeline, which runs in the front end."""
 NO_SERVER: dict[str, Any] = {"asgi": {"version": "3.0"}, "server": None, "extensions": {}}
 """The parts of an ASGI scope that a front end does not send."""

@@ -12,20 +12,23 @@ Rules
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
+from dragoman.core.edits import ContextEdited, ContextEvent
+from dragoman.core.engine import Engine
 from dragoman.core.errors import DragomanError
-from dragoman.core.events import Event, Finished, Started
+from dragoman.core.events import Event, Finished, Started, notify
 from dragoman.core.reply import ReplyBuilder
-from dragoman.core.request import Asked, GenerationRequest
+from dragoman.core.request import Asked, GenerationRequest, Sampling
 from dragoman.core.types import Priority
-from dragoman.pipeline.generate import check_limits, generate, reads_field, unsupported_parameter
+from dragoman.pipeline.context_edits import COMPACTED, edit_context
+from dragoman.pipeline.generate import OnEvents, check_limits, generate, reads_field, unsupported_parameter
 from dragoman.protocols.registry import ReplyEncoding
-from dragoman.protocols.wire_protocol import EVENT_STREAM, Encoder, WireProtocol
+from dragoman.protocols.wire_protocol import EVENT_STREAM, ContextEncoder, Encoder, WireProtocol
 from dragoman.server.auth.callers import Estimate, estimate_prompt_tokens, estimate_tokens
 from dragoman.server.base_app import BaseApp
 from dragoman.server.http_exchange import HttpExchange
@@ -64,6 +67,7 @@ class _Generation:
     _encoder: Encoder
     """Each model that is tried has its own encoder or builder."""
     _builder: ReplyBuilder | None = None
+    _edited: ContextEdited | None = None
     _pending = b""
 
     def __init__(
@@ -85,10 +89,13 @@ class _Generation:
     async def send_whole(self) -> None:
         request = await self._run(self._decoded)
         assert self._builder is not None
-        reply = self._format.encode_reply(request, int(time.time()), self._builder.reply())
+        reply = self._builder.reply()
+        if self._edited is not None:
+            reply = msgspec.structs.replace(reply, edited=self._edited)
+        encoded = self._format.encode_reply(request, int(time.time()), reply)
         if self._store is not None:
             await self._store()
-        await self._response.send_json(reply)
+        await self._response.send_json(encoded)
 
     async def stream(self) -> None:
         exchange, response = self._exchange, self._response
@@ -118,6 +125,7 @@ class _Generation:
         app, exchange, timer = self._app, self._exchange, self._timer
         limits, record = app.settings.limits, exchange.record
         lease, estimate = app.model_lease(exchange), None
+        self._edited = None
         if not is_fallback:
             estimate = estimate_tokens(decoded, exchange.weight)
         try:
@@ -131,20 +139,12 @@ class _Generation:
                 self._response.is_streaming = self._format.stream_type == EVENT_STREAM
             else:
                 self._builder = ReplyBuilder()
-            prompt_tokens = partial(estimate_prompt_tokens, request, exchange.weight)
-            exchange.meter = Meter(record, app.telemetry.metrics.for_model(info.label), timer.started, prompt_tokens)
             engine = await lease.start()
             record.queue_us = lease.queue_us
             timer.expect(limits.stall_seconds, stall_error)
-            if app.hooks is None:
-                await generate(engine, request, lease.slots, self._receive, timer.note_running)
-            else:
-                slots = lease.slots
-                await app.hooks.run(
-                    request,
-                    self._receive,
-                    lambda receive: generate(engine, request, slots, receive, timer.note_running),
-                )
+            edited = await self._edit(engine, lease, request, info) if request.edits else request
+            if edited is not None:
+                await self._generate(engine, lease, edited, self._receive, exchange.weight)
             first_event = timer.started + (record.first_event_us or 0) / 1e6
             lease.note_speed(record.completion_tokens, timer.last_progress - first_event)
             return request
@@ -156,6 +156,42 @@ class _Generation:
         finally:
             lease.close()
         return await self._run_fallbacks(lease, failure)
+
+    async def _generate(
+        self, engine: Engine, lease: ModelLease, request: GenerationRequest, receive: OnEvents, weight: int
+    ) -> None:
+        """Run one generation of the request: that of the reply, or of a summary. `weight` is the size of its prompt."""
+        app, exchange = self._app, self._exchange
+        metrics, prompt_tokens = app.telemetry.metrics, partial(estimate_prompt_tokens, request, weight)
+        if exchange.meter is not None:
+            exchange.meter.close()
+        exchange.meter = Meter(
+            exchange.record, metrics.for_model(lease.label or request.model), self._timer.started, prompt_tokens
+        )
+
+        def run(on_events: OnEvents) -> Coroutine[None, None, None]:
+            return generate(engine, request, lease.slots, on_events, self._timer.note_running)
+
+        await (run(receive) if app.hooks is None else app.hooks.run(request, receive, run))
+
+    async def _edit(
+        self, engine: Engine, lease: ModelLease, request: GenerationRequest, info: LeaseInfo
+    ) -> GenerationRequest | None:
+        """Apply the edits of the request. Return what the model gets; None if the reply is only a compaction."""
+
+        async def write_summary(summary: GenerationRequest, on_events: OnEvents) -> None:
+            def receive(choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
+                self._note(choice, events)
+                return on_events(choice, events)
+
+            await self._generate(engine, lease, summary, receive, len(summary.messages[0].text))
+
+        sampling = Sampling() if info.sampling is None else info.sampling.fill(Sampling())
+        options = self._app.settings.compaction.options(sampling)
+        edited = await edit_context(engine, request, options, write_summary, self._receive_context)
+        if edited is None:
+            await notify(partial(self._receive, 0), COMPACTED)
+        return edited
 
     async def _run_fallbacks(self, lease: ModelLease, failure: DragomanError) -> GenerationRequest:
         """Generate with a fallback for the model of the lease, which has failed."""
@@ -176,11 +212,24 @@ class _Generation:
         record.model = lease.label
         raise failure
 
+    def _note(self, choice: int, events: Sequence[Event]) -> None:
+        self._timer.note_progress()
+        assert self._exchange.meter is not None
+        self._exchange.meter.note(choice, events, self._timer.last_progress)
+
+    def _receive_context(self, event: ContextEvent) -> Awaitable[None] | None:
+        if isinstance(event, ContextEdited):
+            self._edited = event
+            if event.ignored:
+                ignore(self._app, self._exchange, event.ignored)
+        if self._builder is not None:
+            return None
+        # Only protocols whose encoders have the method give their requests edits.
+        return self._write(cast("ContextEncoder", self._encoder).feed_context(event))
+
     def _receive(self, choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
-        exchange, response, timer = self._exchange, self._response, self._timer
-        timer.note_progress()
-        assert exchange.meter is not None
-        exchange.meter.note(choice, events, timer.last_progress)
+        exchange, response = self._exchange, self._response
+        self._note(choice, events)
         first, last = events[0], events[-1]
         if type(first) is Started and first.ignored:
             ignore(self._app, exchange, first.ignored)
@@ -194,9 +243,12 @@ class _Generation:
         if type(last) is Started and not response.is_started:
             self._pending += frames
             return None
+        return self._write(frames)
+
+    def _write(self, frames: bytes) -> Awaitable[None] | None:
         if self._pending:
             frames, self._pending = self._pending + frames, b""
-        return None if not frames or response.write_now(frames) else response.write(frames)
+        return None if not frames or self._response.write_now(frames) else self._response.write(frames)
 
 
 async def find_model(

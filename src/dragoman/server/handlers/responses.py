@@ -28,6 +28,7 @@ from dragoman.core.ids import new_id
 from dragoman.protocols.json_body import LARGE_BODY
 from dragoman.protocols.responses import encoder as wire_encoder
 from dragoman.protocols.responses import server as wire
+from dragoman.protocols.responses.compacted import CompactedEncoding
 from dragoman.protocols.responses.items import PREFIX
 from dragoman.server.app import App
 from dragoman.server.auth.callers import SavedCaller
@@ -54,6 +55,16 @@ async def create(app: BaseApp, exchange: HttpExchange) -> None:
             await _generate(app, exchange, response_request)
     except ContextTooLong as error:
         # The engine does not know the name of this field.
+        error.param = "input"
+        raise
+
+
+async def compact(app: BaseApp, exchange: HttpExchange) -> None:
+    body = await exchange.read_body(app.settings.limits, wire.parse)
+    response_request = await _read_request(app, exchange, body, compacts=True)
+    try:
+        await reply_to(app, exchange, response_request.request, CompactedEncoding(response_request.context))
+    except ContextTooLong as error:
         error.param = "input"
         raise
 
@@ -99,6 +110,8 @@ async def _start_background(
     strict = exchange.headers.get(STRICT)
     saved = BackgroundRequest(SavedCaller.of(exchange.caller), request.model, again, strict)
     await app.background.start(queued, saved, frames)
+    # The job is recorded, with the whole reply.
+    exchange.response.recording = None
     if request.delivery.stream:
         await send_events(app, exchange, identified.id, -1)
     else:
@@ -112,7 +125,9 @@ async def count(app: App, exchange: HttpExchange) -> None:
     await exchange.response.send_json(wire.encode_count(tokens))
 
 
-async def _read_request(app: BaseApp, exchange: HttpExchange, body: wire.ParsedRequest) -> wire.ResponseRequest:
+async def _read_request(
+    app: BaseApp, exchange: HttpExchange, body: wire.ParsedRequest, compacts: bool = False
+) -> wire.ResponseRequest:
     earlier = await _read_history(app, exchange.record.principal, body)
     referenced = await app.responses.items(exchange.record.principal, body.references)
     # An item that is referenced several times counts each time.
@@ -121,7 +136,7 @@ async def _read_request(app: BaseApp, exchange: HttpExchange, body: wire.ParsedR
     if exchange.weight > app.settings.limits.body_bytes:
         message = f"the conversation, including stored items, is larger than {app.settings.limits.body_bytes} bytes"
         raise TooLarge(message, param="input")
-    decode = partial(_decode, body, earlier, referenced)
+    decode = partial(_decode, body, earlier, referenced, compacts)
     # In a thread, other requests keep streaming.
     is_large = len(earlier) + len(body.items) > MANY_ITEMS or exchange.weight > LARGE_BODY
     return await run_in_body_thread(decode) if is_large else decode()
@@ -148,10 +163,10 @@ async def _read_history(app: BaseApp, principal: str, body: wire.ParsedRequest) 
 
 
 def _decode(
-    body: wire.ParsedRequest, earlier: Sequence[StoredItem], stored: Mapping[str, bytes]
+    body: wire.ParsedRequest, earlier: Sequence[StoredItem], stored: Mapping[str, bytes], compacts: bool
 ) -> wire.ResponseRequest:
     referenced = {item: msgspec.json.decode(encoded) for item, encoded in stored.items()}
-    return wire.decode(body, [msgspec.json.decode(item.body) for item in earlier], referenced)
+    return wire.decode(body, [msgspec.json.decode(item.body) for item in earlier], referenced, compacts)
 
 
 async def no_websocket(app: App, exchange: HttpExchange) -> None:

@@ -9,6 +9,8 @@ from dragoman.core.engine import Engine, RenderedPrompt, call_engine
 from dragoman.core.errors import NotSupported
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked, GenerationRequest
+from dragoman.pipeline.context_edits import clear_context
+from dragoman.pipeline.token_counter import TokenCounter
 from dragoman.protocols import tokenize as wire_tokens
 from dragoman.protocols.messages import server as messages
 from dragoman.protocols.registry import PROTOCOLS
@@ -41,18 +43,30 @@ async def chat_count(app: App, exchange: HttpExchange) -> None:
 
 
 async def messages_count(app: App, exchange: HttpExchange) -> None:
+    """Count the prompt as it would be after the edits, except for compactions: those need the model."""
     decoded = await exchange.read_body(app.settings.limits, messages.decode_count)
-    await exchange.response.send_json(messages.encode_count(await count_prompt(app, exchange, decoded)))
+    async with _engine(app, exchange, decoded.model, decoded.asked, decoded.extra) as (engine, info):
+        request = _complete(decoded, exchange, info)
+        tokens = await _count(app, exchange, engine, request)
+        if not request.edits:
+            await exchange.response.send_json(messages.encode_count(tokens))
+            return
+        edited, applied = await clear_context(request, TokenCounter(engine, info.model))
+        remaining = await _count(app, exchange, engine, edited) if applied else tokens
+    await exchange.response.send_json(messages.encode_count(remaining, tokens))
 
 
 async def count_prompt(app: App, exchange: HttpExchange, decoded: GenerationRequest) -> int:
     async with _engine(app, exchange, decoded.model, decoded.asked, decoded.extra) as (engine, info):
-        request = _complete(decoded, exchange, info)
-        if Feature.COUNT_TOKENS in engine.supports():
-            return await call_engine(engine.count_tokens, request)
-        if Feature.RENDER in engine.supports():
-            return len((await _render(app, exchange, engine, request)).tokens)
-        raise NotSupported(f"model '{info.model}' does not count its tokens")
+        return await _count(app, exchange, engine, _complete(decoded, exchange, info))
+
+
+async def _count(app: App, exchange: HttpExchange, engine: Engine, request: GenerationRequest) -> int:
+    if Feature.RENDER in engine.supports():
+        return len((await _render(app, exchange, engine, request)).tokens)
+    if Feature.COUNT_TOKENS in engine.supports():
+        return await call_engine(engine.count_tokens, request)
+    raise NotSupported(f"model '{request.model}' does not count its tokens")
 
 
 def _complete(decoded: GenerationRequest, exchange: HttpExchange, info: LeaseInfo) -> GenerationRequest:

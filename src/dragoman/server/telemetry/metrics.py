@@ -242,7 +242,9 @@ class ModelMetrics:
 
 
 class Meter:
-    __slots__ = ("_began", "_estimate", "_gaps", "_open", "_prompt", "_record")
+    """Measures one generation. A request may have several, one after the other."""
+
+    __slots__ = ("_began", "_estimate", "_gaps", "_is_prompt_counted", "_open", "_prompt", "_record")
 
     def __init__(
         self, record: RequestRecord, metrics: ModelMetrics, began: float, estimate: Callable[[], int] = int
@@ -255,6 +257,7 @@ class Meter:
         self._open: dict[int, list[float]] = {}
         """Per unfinished choice: the time of its last token, its reported tokens, its estimated tokens."""
         self._prompt = 0
+        self._is_prompt_counted = False
 
     def note(self, choice: int, events: Sequence[Event], now: float) -> None:
         tokens = 0
@@ -279,6 +282,7 @@ class Meter:
             self._record.finish = last.reason
             if last.usage is not None:
                 self._record.count(last.usage)
+                self._is_prompt_counted |= last.usage.prompt > 0
                 if last.usage.completion or not state[2]:
                     del self._open[choice]
 
@@ -314,14 +318,15 @@ class Meter:
         return state
 
     def close(self) -> None:
-        """Count the unfinished choices when the request has ended."""
+        """Count the unfinished choices when the generation has ended."""
         if self._open:
             record, prompt = self._record, 0
-            if not record.prompt_tokens:
+            if not self._is_prompt_counted:
                 is_estimated = not self._prompt and any(estimated for _, _, estimated in self._open.values())
                 prompt = self._estimate() if is_estimated else self._prompt
             completion = int(sum(reported or estimated for _, reported, estimated in self._open.values()))
-            record.unfinished_prompt_tokens, record.unfinished_tokens = prompt, prompt + completion
+            record.unfinished_prompt_tokens += prompt
+            record.unfinished_tokens += prompt + completion
             self._open.clear()
         # The estimate refers to the whole request, which must be freed before this meter.
         self._estimate = int
