@@ -21,7 +21,7 @@ ANSWER = f"The tool wrote {PROOF}."
 COMMAND = "printf proof-%d 4711 | tee proof.txt"
 DRAGOMAN = ("env", f"PYTHONPATH={Path(__file__).parents[1] / 'src'}", sys.executable, "-m", "dragoman")
 
-Reply = Mapping[str, str]
+Reply = Mapping[str, Any]
 """An entry of `replies` of the scripted engine."""
 
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from clients.client import KEY, Client, Reply
+from clients.client import KEY, Client
 
-SLOW = "for-cancelling"
+SLOTS = 8
 START_SECONDS = 60
 STOP_SECONDS = 40
 
@@ -40,18 +40,19 @@ class Server(NamedTuple):
 
 
 def configure(clients: Sequence[Client]) -> dict[str, Any]:
-    """A scripted model for each agent, one for the programs, and one that begins to reply after a minute."""
-    slow = scripted([]) | {"prefill_seconds": 60, "slots": 1}
+    """A scripted model for each agent, and one for the programs."""
     return {
         "api_keys": [KEY],
-        "models": {client.model: scripted(client.replies, client.context) for client in clients} | {SLOW: slow},
+        "models": {client.model: _scripted(client) for client in clients},
         "aliases": {"claude-*": "for-claude-code", "gpt-*": "for-codex"},
         "telemetry": {"metrics": "open"},
     }
 
 
-def scripted(replies: Sequence[Reply], context: int | None = None) -> dict[str, Any]:
-    return {"engine": "scripted", "format": "hermes", "context": context, "replies": list(replies)}
+def _scripted(client: Client) -> dict[str, Any]:
+    """Only models with slots show that they are busy."""
+    options = {"engine": "scripted", "format": "hermes", "context": client.context, "slots": SLOTS}
+    return {**options, "replies": list(client.replies)}
 
 
 @contextmanager

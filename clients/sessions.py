@@ -15,13 +15,12 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from clients import packages
 from clients.client import KEY, URL, Client, Outcome, Reply, launch, tool_call
-from clients.rehearsal import SLOW, Server
+from clients.rehearsal import Server
 from clients.trial import Home, Run, find_bad_end, find_refusals, finish, show_failure
 
 FACT = "ORCHID-7351"
@@ -35,8 +34,9 @@ STEPS = 6
 CONTEXT = 30_000
 CANCEL_SECONDS = 30
 
-COMPACTION = "CRITICAL: Respond with TEXT ONLY|CONTEXT CHECKPOINT COMPACTION|Now write (the|one) summary"
-"""In what Claude Code, Codex and Dragoman itself ask for a summary with."""
+BY_AGENT = "CRITICAL: Respond with TEXT ONLY|CONTEXT CHECKPOINT COMPACTION"
+"""In what Claude Code and Codex ask the model for a summary with."""
+BY_SERVER = "Now write (the|one) summary"
 COMMANDS = {
     "read": "cat note.txt",
     "step": "echo step >> steps.txt; echo STEP DONE; seq 1 5000 | tr '\\n' ' '",
@@ -45,70 +45,67 @@ COMMANDS = {
 
 class Session(NamedTuple):
     client: Client
-    command: Callable[[str, Sequence[str]], Sequence[str]]
-    """From a model and the arguments of a turn."""
+    """Its command is that of every turn, without a prompt."""
     first: Callable[[str], Sequence[str]]
-    """The arguments of the first turn that come before its prompt, from an id."""
+    """The arguments of the first turn, from an id."""
     resume: Callable[[str], Sequence[str]]
-    """Those of the next turns."""
+    """The arguments of the next turns."""
     find_id: Callable[[Run], str] | None = None
     """Where a session that chooses its own id shows it."""
+    uses_websocket: bool = False
 
 
 def sessions() -> Iterator[Session]:
     yield claude_code()
-    yield codex("codex-session", partial(launch, "codex"))
+    yield codex("codex-session", launch("codex", "for-codex-session"), BY_AGENT, {})
     # The built-in provider uses a WebSocket, and lets the server shorten the conversation.
-    flags = ("codex", "--config", f'openai_base_url="{URL}/v1"', "--config", f"model_context_window={CONTEXT}")
-    yield codex(
-        "codex-built-in-session",
-        lambda model, *arguments: (*flags, "--model", model, *arguments),
-        {"CODEX_API_KEY": KEY},
-    )
+    built_in = ("codex", "--config", f'openai_base_url="{URL}/v1"', "--model", "for-codex-built-in-session")
+    window = ("--config", f"model_context_window={CONTEXT}")
+    yield codex("codex-built-in-session", (*built_in, *window), BY_SERVER, {"CODEX_API_KEY": KEY})
 
 
 def claude_code() -> Session:
-    model, replies = "for-claude-session", remember("Bash", "command")
-    command = partial(launch, "claude")
-    arguments = ("--print", "--allowedTools", "Bash")
+    model = "for-claude-code-session"
+    command = launch("claude", model, "--print", "--allowedTools", "Bash")
+    replies = remember("Bash", "command", BY_AGENT)
+    package = "@anthropic-ai/claude-code"
     return Session(
-        Client("claude-code-session", "@anthropic-ai/claude-code", "messages", model, (), replies, context=CONTEXT),
-        lambda model, turn: command(model, *arguments, *turn),
+        Client("claude-code-session", package, "messages", model, command, replies, context=CONTEXT),
         first=lambda name: ("--session-id", name),
         resume=lambda name: ("--resume", name),
     )
 
 
-def codex(name: str, command: Callable[..., Sequence[str]], environment: Mapping[str, str] = {}) -> Session:
-    model, replies = "for-codex-session", remember("exec_command", "cmd")
+def codex(name: str, command: Sequence[str], compaction: str, environment: Mapping[str, str]) -> Session:
     arguments = (
         *("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access"),
         *("--config", "model_auto_compact_token_limit=9000"),
     )
+    replies = remember("exec_command", "cmd", compaction)
+    command = (*command, *arguments)
     return Session(
-        Client(name, "@openai/codex", "responses", model, (), replies, environment, context=CONTEXT),
-        lambda model, turn: command(model, *arguments, *turn),
+        Client(name, "@openai/codex", "responses", f"for-{name}", command, replies, environment, context=CONTEXT),
         first=lambda name: (),
         resume=lambda name: ("resume", name),
         find_id=lambda run: re.findall(r"session id: (\S+)", run.errors)[0],
+        uses_websocket=compaction == BY_SERVER,
     )
 
 
-def remember(tool: str, argument: str) -> list[Reply]:
+def remember(tool: str, argument: str, compaction: str) -> list[Reply]:
     """The script of a model that remembers what it sees, and nothing else."""
     calls = {name: tool_call(tool, {argument: command}) for name, command in COMMANDS.items()}
-    ordinals = ("first", "second", "third")
-    summaries = [f"{ordinal} summary: {FACT}" for ordinal in ordinals]
-    seen = (summaries[2], summaries[1], summaries[0], FACT)
-    written = (summaries[2], summaries[2], summaries[1], summaries[0])
+    first, second, third = (f"{ordinal} summary: {FACT}" for ordinal in ("first", "second", "third"))
+    summaries = {third: third, second: third, first: second, FACT: first}
     return [
         *(
-            {"match": COMPACTION, "seen": before, "output": f"<summary>\nThe {after}\n</summary>"}
-            for before, after in zip(seen, written, strict=True)
+            {"match": compaction, "seen": seen, "output": f"<summary>\nThe {written}\n</summary>"}
+            for seen, written in summaries.items()
         ),
-        {"match": COMPACTION, "output": "<summary>\nNothing is known.\n</summary>"},
-        {"match": re.escape(LAST), "seen": summaries[2], "output": ANSWER},
+        {"match": compaction, "output": "<summary>\nNothing is known.\n</summary>"},
+        {"match": re.escape(LAST), "seen": third, "output": ANSWER},
         {"match": re.escape(LAST), "output": "I have not seen three summaries that contain it."},
+        {"match": re.escape(CANCELLED), "delay": 2 * CANCEL_SECONDS, "output": "Too late."},
         {"match": "STEP DONE|[a-z]+ summary: ", "output": "The step is done."},
         {"match": re.escape(NOTE), "output": "I remember it."},
         {"match": re.escape(FIRST), "output": calls["read"]},
@@ -132,35 +129,38 @@ def hold(session: Session, server: Server) -> Outcome:
 
 def _take_turns(session: Session, home: Home, server: Server) -> tuple[str, Run]:
     """The problem, if there is one, and the last run."""
-    name, model, before = str(uuid.uuid4()), session.client.model, len(server.answers())
-    run = home.run(session.command(model, (*session.first(name), FIRST)))
+    command, name, before = session.client.command, str(uuid.uuid4()), len(server.answers())
+    run = home.run([*command, *session.first(name), FIRST])
     if problem := find_bad_end(run):
         return f"first turn: {problem}", run
-    name = name if session.find_id is None else session.find_id(run)
+    resume = (*command, *session.resume(name if session.find_id is None else session.find_id(run)))
     for number in range(1, STEPS + 1):
-        run = home.run(session.command(model, (*session.resume(name), STEP)))
+        run = home.run([*resume, STEP])
         if problem := find_bad_end(run):
             return f"step {number}: {problem}", run
-    run = _cancel(session, home, server, name)
+    run = _cancel(home, [*resume, CANCELLED], session.client.model, server)
     if run.status is None:
         return "SIGINT did not end it", run
-    if not _wait_until(lambda: server.answers()[-1][0] == 499 and not server.is_busy(SLOW)):
+    if not _wait_until(lambda: server.answers()[-1][0] == 499 and not server.is_busy(session.client.model)):
         return "the server did not cancel the request", run
-    run = home.run(session.command(model, (*session.resume(name), LAST)))
+    run = home.run([*resume, LAST])
     if problem := find_bad_end(run):
         return f"last turn: {problem}", run
     if ANSWER not in run.output:
         return "the fact was lost", run
-    taken = (home.work / "steps.txt").read_text().split() if (home.work / "steps.txt").exists() else []
-    if len(taken) < STEPS // 2:
-        return f"the tool ran only in {len(taken)} steps", run
-    return find_refusals(server.answers()[before:]), run
+    steps = home.work / "steps.txt"
+    if not steps.exists() or len(steps.read_text().split()) < STEPS // 2:
+        return "the tool did not run in most steps", run
+    answers = server.answers()[before:]
+    if session.uses_websocket != any(status == 101 for status, _ in answers):
+        return "a WebSocket was used" if not session.uses_websocket else "no WebSocket was used", run
+    return find_refusals(answers), run
 
 
-def _cancel(session: Session, home: Home, server: Server, name: str) -> Run:
+def _cancel(home: Home, command: Sequence[str], model: str, server: Server) -> Run:
     """Send SIGINT while the server works on the request of a turn."""
-    process = home.start(session.command(SLOW, (*session.resume(name), CANCELLED)))
-    _wait_until(lambda: server.is_busy(SLOW))
+    process = home.start(command)
+    _wait_until(lambda: server.is_busy(model))
     process.send_signal(signal.SIGINT)
     return finish(process, CANCEL_SECONDS)
 

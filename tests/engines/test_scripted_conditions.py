@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from dragoman.core.request import GenerationRequest, Message, Role, Text, ToolResult
-from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions, ScriptedReply
+from dragoman.engines.scripted import ScriptedEngine, ScriptedOptions
+from dragoman.engines.scripted_replies import ScriptedReply
 from tests.support.generation import whole
 
 pytestmark = pytest.mark.anyio

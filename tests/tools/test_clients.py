@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from clients import packages
 from clients.client import ANSWER, PROOF, URL, Client
-from clients.rehearsal import SLOW, configure, end
+from clients.rehearsal import configure, end
 from clients.run import trials
 from clients.trial import Home, Run, find_problem
 
@@ -86,4 +86,4 @@ def test_the_scripts_of_the_clients_are_valid(tmp_path: Path) -> None:
     file = tmp_path / "dragoman.json"
     file.write_text(json.dumps(configure(CLIENTS)))
     settings = load_settings(str(file), Flags(), {})
-    assert {model.name for model in settings.models} == {SLOW, *(client.model for client in CLIENTS)}
+    assert {model.name for model in settings.models} == {client.model for client in CLIENTS}

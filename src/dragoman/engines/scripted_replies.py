@@ -6,7 +6,7 @@
 
 Rules
 1. A request gets the first reply whose conditions hold: `match` is found in a user or tool message of the turn, `seen`
-   in any message, `conversation` is the digest of the conversation, and the reply has been played less than `times` times.
+   in any message, `conversation` is the digest of the conversation, and it has been played less than `times` times.
 2. The turn is what came after the last reply: agents add reminders after the results of their tools.
 3. The digest covers all messages except those of the system, without reasoning and without the ids of calls.
 4. Calls are played only if the request offers tools, and reasoning only if the request does not turn it off.

@@ -7,7 +7,7 @@
     reply("It is sunny.", cut_after=2)            the connection breaks after two tokens
 
 Each reply is played once, in order. With `match` it waits for a request with a match of this regular expression in a
-user or tool message after the last reply, with `seen` in any message; `times` is how often it is played, None for always.
+user or tool message after the last reply, with `seen` in any message; `times` is how often it is played, None: always.
 """
 
 from collections.abc import Mapping, Sequence
