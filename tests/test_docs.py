@@ -47,6 +47,7 @@ SERVER_ONLY = {
         "TokensLimited",
         "RequestTimeout",
     ),
+    *("InvalidStreamId", "ResponseCancelled", "StreamLimitReached"),
     *("UnsupportedMedia", "UpgradeRequired", "HeadersTooLarge", "NoRoomForReply", "RequestRefused", "DragomanError"),
 }
 """Errors that the client does not raise for other servers."""

@@ -81,6 +81,8 @@ class Desk:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # Without a terminal: Ctrl-C on one is not passed on.
+            start_new_session=True,
         )
 
     def record(self) -> dict[str, Any]:
@@ -212,11 +214,14 @@ def test_signals_reach_the_agent_once(desk: Desk, server: Running, number: signa
     assert desk.temporary_folders() == []
 
 
-def test_ctrl_c_on_a_terminal_reaches_the_agent_once(desk: Desk, server: Running) -> None:
+@pytest.mark.parametrize("is_piped", [False, True], ids=["terminal", "redirected input"])
+def test_ctrl_c_on_a_terminal_reaches_the_agent_once(desk: Desk, server: Running, is_piped: bool) -> None:
     command = [sys.executable, "-m", "dragoman", "launch", "claude", "--url", server.url, "--api-key", KEY]
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(desk.folder)
+        if is_piped:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.execve(sys.executable, command, desk.environment | {"FAKE_AGENT_WAIT": "1", "FAKE_AGENT_EXIT": "3"})
     shown = b""
     while b"waiting" not in shown:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dragoman.agents.recordings import read_recording
+from dragoman.agents.recorded_requests import read_recorded_requests
 from dragoman.agents.table import AGENTS
 from tests.cli.test_cli import environment, refused
 from tests.support.server_process import Running, serving
@@ -222,15 +222,15 @@ def test_repeated_tokens_are_counted(tmp_path: Path, templates: Running) -> None
 
 
 @pytest.mark.parametrize("agent", RECORDED)
-def test_recordings_have_the_size_of_real_requests(agent: str) -> None:
+def test_recorded_requests_have_the_size_of_real_requests(agent: str) -> None:
     """Agents send 30 to 116 KB."""
-    recording = read_recording(AGENTS[agent])
-    second = recording.second
+    requests = read_recorded_requests(AGENTS[agent])
+    second = requests.second
     size = sum(len(message.text) for message in second.messages)
     size += sum(len(tool.description) + len(json.dumps(tool.parameters)) for tool in second.tools)
     assert 25_000 < size < 116_000
-    assert second.messages[: len(recording.first.messages)] == recording.first.messages
-    assert second.tools == recording.first.tools
+    assert second.messages[: len(requests.first.messages)] == requests.first.messages
+    assert second.tools == requests.first.tools
     assert [message.role for message in second.messages[-2:]] == ["assistant", "tool"]
     assert FILE_TOOL[agent][0] in [tool.name for tool in second.tools]
 

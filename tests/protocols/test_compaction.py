@@ -27,7 +27,7 @@ from dragoman.core.events import Event, Finished, Started, TextDelta, Usage
 from dragoman.core.request import GenerationRequest, Message, Part, Role, Text
 from dragoman.core.summary import compact_messages, summary_message
 from dragoman.protocols.messages.context import SIGNATURE
-from dragoman.protocols.responses.compaction import encode_item
+from dragoman.protocols.responses.compaction_items import encode_item
 from dragoman.protocols.responses.server import decode, parse
 from dragoman.protocols.sealed import Seal, is_own
 from tests.protocols import anthropic_stream, response_events, wire

@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from tools.websocket import CLOSE, frame
 
 from dragoman.server.routes import PATHS, PREFIX_PATHS
 from tests.security.conftest import Guarded
@@ -21,6 +22,7 @@ from tests.security.http_client import Answer, PipelinedClient, Request
 from tests.security.rules import RULES, RULES_BELOW, SAMPLES, allowed_statuses, decoded_path
 from tests.support.raw_http import raw
 from tests.support.server_process import Running, Serving
+from tests.support.websocket import handshake
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "PROPFIND")
 OWN_METHODS = ("GET", "POST", "DELETE")
@@ -180,3 +182,19 @@ def test_anonymous_callers_never_reach_operator_routes(tmp_path: Path, serving: 
     with serving(tmp_path, config) as running:
         cases = [case(method, target, who) for target, method, who in product(targets, METHODS, anonymous)]
         assert not mistakes(running, cases)[:SHOWN]
+
+
+def test_websocket_of_every_path_and_credential(guarded: Guarded) -> None:
+    """Only the WebSocket of `/v1/responses` opens, and only with its scope."""
+    credentials = valid_credentials(guarded.authority) + invalid_credentials(guarded.authority)
+    for path, credential in product([*SAMPLES, "/v1/elsewhere"], credentials):
+        headers = [name.encode() + b": " + value for name, value in credential.headers]
+        target = path + (f"?{credential.query.decode()}" if credential.query else "")
+        answer = raw(guarded.running, handshake(target, *headers) + frame(CLOSE), quiet=0)
+        expected = allowed_statuses("GET", path, credential)
+        if not expected & {401, 403, 404}:
+            expected = {101} if path == "/v1/responses" else {426}
+        elif path in SAMPLES and 404 in expected:
+            expected = {426}
+        assert answer.status in expected, (path, credential.name, answer)
+        assert not (credential.secret and credential.secret in answer.head + answer.body)

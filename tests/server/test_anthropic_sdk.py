@@ -11,14 +11,13 @@ from anthropic import Anthropic, beta_tool
 from anthropic.types import (
     Message,
     MessageTokensCount,
-    ModelCapabilities,
     ModelInfo,
     RawMessageStreamEvent,
     TextBlock,
     ThinkingBlock,
     ToolUseBlock,
 )
-from anthropic.types.beta import BetaMessage
+from anthropic.types.beta import BetaMessage, BetaModelCapabilities, BetaModelInfo
 from pydantic import BaseModel
 
 from dragoman.protocols.messages.blocks import SIGNATURE
@@ -228,13 +227,17 @@ def test_capabilities_of_models(client: Anthropic, running: Running) -> None:
     assert capabilities.thinking.types.enabled.supported
     assert capabilities.batch.supported
     assert capabilities.image_input.supported
+    assert capabilities.context_management.supported
     assert not capabilities.pdf_input.supported
     assert not capabilities.server_tools.web_search.supported
     with httpx.Client(base_url=running.url, trust_env=False, headers={"anthropic-version": "2026-10-21"}) as http:
         for entry in (http.get("/v1/models/hermes").json(), http.get("/v1/models").json()["data"][0]):
-            ModelInfo.model_validate(entry, strict=False)
+            found_beta = BetaModelInfo.model_validate(entry, strict=False)
             assert set(entry) == set(ModelInfo.model_fields)
-            assert set(entry["capabilities"]) == set(ModelCapabilities.model_fields)
+            assert set(entry["capabilities"]) == set(BetaModelCapabilities.model_fields)
+            assert found_beta.capabilities is not None
+            assert found_beta.capabilities.compaction is not None
+            assert found_beta.capabilities.compaction.summarize.supported
 
 
 def test_bodies_match_sdk_types(running: Running) -> None:
@@ -246,7 +249,7 @@ def test_bodies_match_sdk_types(running: Running) -> None:
         assert len(validated(Message, whole).content) == 3
         assert len(validated(BetaMessage, whole).content) == 3
         validated(MessageTokensCount, http.post("/v1/messages/count_tokens", json=asking).content)
-        validated(ModelInfo, http.get("/v1/models/hermes").content)
+        validated(BetaModelInfo, http.get("/v1/models/hermes").content)
         streamed = http.post("/v1/messages", json=asking | {"stream": True}).content
     payloads = [payload for payload in read(streamed) if payload["type"] != "ping"]
     lines = [line for line in streamed.splitlines() if line.startswith(b"data: ") and b'"ping"' not in line]

@@ -81,6 +81,7 @@ async def test_head_that_a_busy_server_has_not_read_is_not_late(has_sent: bool) 
         while not state.connections:  # noqa: ASYNC110 (a set has no event)
             await asyncio.sleep(0.01)
         [connection] = state.connections
+        assert isinstance(connection, HttpConnection)
         connection.transport.pause_reading()
         if has_sent:
             writer.write(ASKED)

@@ -6,11 +6,13 @@ from typing import Any
 
 import httpx
 import pytest
+from tools.websocket import CLOSE, KEY, frame
 
 from tests.protocols import anthropic_stream, response_events
 from tests.support.raw_http import raw
 from tests.support.requests import frames
 from tests.support.server_process import Running, server_fixture
+from tests.support.websocket import handshake
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 SCRIPT = f"<think>Better look.</think>Let me see.\n{CALL}"
@@ -153,14 +155,12 @@ def test_websocket_messages_can_be_posted(client: httpx.Client, name: str) -> No
 
 
 @pytest.mark.parametrize("name", UPGRADES)
-def test_websocket_is_answered_426(server: Running, name: str) -> None:
-    headers = [
-        f"{key}: {value}" for key, value in RECORDINGS[name]["headers"].items() if key.lower() != "authorization"
-    ]
-    lines = ["GET /v1/responses HTTP/1.1", "Host: localhost", "Connection: Upgrade", *headers]
-    answer = raw(server, "\r\n".join([*lines, "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "", ""]).encode(), 0)
-    assert answer.status == 426
-    assert json.loads(answer.body)["error"]["code"] == "upgrade_required"
+def test_websocket_is_accepted(server: Running, name: str) -> None:
+    headers = [f"{key}: {value}" for key, value in RECORDINGS[name]["headers"].items()]
+    lines = [f"Sec-WebSocket-Key: {KEY.decode()}", "Connection: Upgrade", *headers]
+    answer = raw(server, handshake(opening="\r\n".join(lines).encode()) + frame(CLOSE), 0.5)
+    assert answer.status == 101
+    assert b"sec-websocket-extensions" not in answer.head
 
 
 def test_unknown_response_is_not_found(client: httpx.Client) -> None:

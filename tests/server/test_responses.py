@@ -1,6 +1,5 @@
 """The Responses API: stored responses, privacy, limits and refusals."""
 
-import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -13,7 +12,6 @@ from dragoman.config.settings import Limits, Settings
 from dragoman.engines.scripted import ScriptedEngine
 from dragoman.protocols.responses import items, server
 from tests.protocols.response_events import accumulated, read
-from tests.support.raw_http import raw
 from tests.support.requests import eventually, in_process, refused, talking
 from tests.support.server_process import Running, server_fixture
 
@@ -130,37 +128,6 @@ def test_unknown_responses_and_paths(ann: httpx.Client) -> None:
     reply = ann.get(RESPONSES)
     refused(reply, 405)
     assert reply.headers["allow"] == "POST"
-
-
-@pytest.mark.parametrize("connection", ["keep-alive, Upgrade", "keep-alive"])
-def test_websocket_is_refused(running: Running, connection: str) -> None:
-    lines = (f"GET {RESPONSES} HTTP/1.1", "Host: localhost", "x-api-key: ann", f"Connection: {connection}")
-    answer = raw(running, "\r\n".join([*lines, "Upgrade: websocket", "", ""]).encode(), 0)
-    assert answer.status == 426
-    refused(answer.response, 426, code="upgrade_required")
-    assert b"upgrade: HTTP/1.1" in answer.head
-
-
-def asgi(path: str, extensions: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages that the app sends to a server with WebSocket support."""
-    told: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "websocket.connect"}
-
-    async def send(message: Any) -> None:
-        told.append(message)
-
-    scope = {"type": "websocket", "path": f"/ai{path}", "root_path": "/ai", "headers": [], "extensions": extensions}
-    asyncio.run(create_app(ScriptedEngine())(scope, receive, send))
-    return told
-
-
-def test_websocket_is_refused_when_mounted() -> None:
-    start, body = asgi(RESPONSES, {"websocket.http.response": {}})
-    assert (start["type"], start["status"]) == ("websocket.http.response.start", 426)
-    assert b"upgrade_required" in body["body"]
-    assert asgi(RESPONSES, {}) == asgi("/elsewhere", {"websocket.http.response": {}}) == [{"type": "websocket.close"}]
 
 
 def test_unusual_response_id(ann: httpx.Client) -> None:

@@ -180,6 +180,13 @@ class Calling(Engine):
         yield Finished("tool_calls")
 
 
+class History(Engine):
+    """Says how many messages the conversation has, and the text of the first one."""
+
+    def generate(self, request: GenerationRequest) -> Iterator[Output]:
+        yield f"{len(request.messages)} messages: {request.messages[0].text}"
+
+
 class Reader(Engine):
     """Repeats the conversation, a line for each message, with four characters per token. It summarises every transcript
     as "They met."."""

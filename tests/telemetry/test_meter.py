@@ -3,7 +3,8 @@
 import pytest
 
 from dragoman.core.events import Finished, ReasoningDelta, Started, TextDelta, ToolCallDelta, ToolCallStart, Usage
-from dragoman.server.telemetry.metrics import Meter, ModelMetrics, RequestRecord
+from dragoman.server.telemetry.meter import Meter
+from dragoman.server.telemetry.metrics import ModelMetrics, RequestRecord
 
 
 def made() -> tuple[Meter, RequestRecord, ModelMetrics]:
@@ -85,3 +86,19 @@ def test_several_choices() -> None:
     assert (record.prompt_tokens, record.completion_tokens, record.unfinished_tokens) == (7, 2, 2)
     assert metrics.gaps.count == 2
     assert metrics.gaps.total == 1.0
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_generations_of_a_request_add_up(is_finished: bool) -> None:
+    """A summary of the conversation, then a second one or the reply, which may be cut off."""
+    first, record, metrics = made()
+    first.note(0, [Started(100), TextDelta("a", 3), Finished(usage=Usage(100, 3))], 101)
+    first.close()
+    second = Meter(record, metrics, 100.0)
+    second.note(0, [Started(20), TextDelta("b", 2)], 102)
+    if is_finished:
+        second.note(0, [Finished(usage=Usage(20, 2))], 103)
+    second.close()
+    assert record.spent_tokens == 125
+    assert (record.used_prompt, record.used_completion) == (120, 5)
+    assert record.unfinished_tokens == (0 if is_finished else 22)

@@ -10,15 +10,18 @@ from typing import Any
 import msgspec
 import pytest
 from tools.fuzz import gguf, ipc, requests, schemas, templates
-from tools.fuzz.cases import ANY, HttpCase, Input, RawCase, Request
+from tools.fuzz.cases import ANY, HttpCase, Input, RawCase, Request, SocketCase
 from tools.fuzz.cases import OK as SUCCESS
 from tools.fuzz.client import Malformed, Reply, read_replies, read_reply
 from tools.fuzz.isolation import LocalRun
 from tools.fuzz.monitor import MIB, Monitor, log_problem, memory_growth
 from tools.fuzz.oracle import Judgement, judge, judge_raw
+from tools.fuzz.shapes import Wrong
 from tools.fuzz.state import Book, commit_seed, make_finding, regressions
 from tools.fuzz.targets import HTTP_TARGETS, TARGETS
+from tools.fuzz.websocket import check_socket, read_received
 from tools.server import Server
+from tools.websocket import BINARY, CLOSE, PING, PONG, TEXT, frame
 
 from tests.support.server_process import Running
 
@@ -222,6 +225,58 @@ def test_raw_case_with_other_statuses_than_expected_is_found() -> None:
     assert judge_raw(RawCase((), (SUCCESS,)), replies, rest) is not None
     assert judge_raw(RawCase((), (frozenset({400}), SUCCESS)), replies, rest) is not None
     assert judge_raw(RawCase(()), replies, RAW[:30]) is not None
+
+
+# WebSockets.
+
+
+def server_frame(opcode: int, payload: Any) -> bytes:
+    """A frame of a server: without a mask."""
+    return frame(opcode, payload if isinstance(payload, bytes) else msgspec.json.encode(payload), mask=None)
+
+
+SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\n\r\n"
+RESPONSE = {"id": "resp_1", "object": "response", "created_at": 1, "model": "m", "output": [], "tools": []}
+RESPONSE |= {"parallel_tool_calls": True, "tool_choice": "auto", "status": "completed"}
+RESPONSE_EVENTS = [
+    server_frame(TEXT, {"type": f"response.{kind}", "response": RESPONSE, "sequence_number": number, "stream_id": "a"})
+    for number, kind in enumerate(("created", "in_progress", "completed"))
+]
+REFUSED = server_frame(TEXT, {"type": "error", "status": 400, **ERROR})
+CLOSED = server_frame(CLOSE, b"\x03\xe8")
+ONE_ANSWER = SocketCase((), 1, 1, frozenset({1000}))
+PONGED = server_frame(PONG, b"")
+RIGHT_SOCKETS = {
+    "a response": SWITCHED + b"".join(RESPONSE_EVENTS) + PONGED + CLOSED,
+    "an error": SWITCHED + PONGED + REFUSED + server_frame(PING, b"") + CLOSED,
+}
+WRONG_SOCKETS = {
+    "no WebSocket": RAW,
+    "no answer": SWITCHED + PONGED + CLOSED,
+    "two answers": SWITCHED + PONGED + REFUSED + REFUSED + CLOSED,
+    "no pong": SWITCHED + REFUSED + CLOSED,
+    "no close frame": SWITCHED + PONGED + REFUSED,
+    "another code": SWITCHED + PONGED + REFUSED + server_frame(CLOSE, b"\x03\xf3"),
+    "a frame after the close frame": SWITCHED + PONGED + REFUSED + CLOSED + PONGED,
+    "an incomplete frame": SWITCHED + PONGED + REFUSED + CLOSED[:-1],
+    "a masked frame": SWITCHED + frame(PONG) + REFUSED + CLOSED,
+    "a binary message": SWITCHED + PONGED + server_frame(BINARY, {"type": "error"}) + CLOSED,
+    "text that is no JSON": SWITCHED + PONGED + server_frame(TEXT, b"data: {}") + CLOSED,
+    "a response without a beginning": SWITCHED + PONGED + b"".join(RESPONSE_EVENTS[1:]) + CLOSED,
+    "a response without an end": SWITCHED + PONGED + b"".join(RESPONSE_EVENTS[:2]) + REFUSED + CLOSED,
+    "an error without a code": SWITCHED + PONGED + REFUSED.replace(b"invalid_value", b"") + CLOSED,
+    "an unknown status": SWITCHED + PONGED + server_frame(TEXT, {"type": "error", "status": 302, **ERROR}) + CLOSED,
+}
+
+
+@pytest.mark.parametrize("name", [*RIGHT_SOCKETS, *WRONG_SOCKETS])
+def test_oracle_of_websockets_finds_what_is_wrong(name: str) -> None:
+    try:
+        check_socket(ONE_ANSWER, read_received((RIGHT_SOCKETS | WRONG_SOCKETS)[name]))
+    except (Malformed, Wrong):
+        assert name in WRONG_SOCKETS
+    else:
+        assert name in RIGHT_SOCKETS
 
 
 # The monitor.

@@ -6,7 +6,7 @@ from typing import Any
 
 from dragoman.core.edits import Compaction
 from dragoman.core.events import Usage
-from dragoman.protocols.responses.compaction import encode_item
+from dragoman.protocols.responses.compaction_items import encode_item
 from tools.fuzz.values import CONTROL_TOKENS, PNG, TEXTS, WORDS
 
 Body = dict[str, Any]

@@ -2,6 +2,7 @@
 
     HttpCase   requests on one connection, one after the other, each with the statuses it may get
     RawCase    bytes on one connection; how many responses must come back, where that is known
+    SocketCase bytes on one connection that becomes a WebSocket
     Input      any other: a value for an in-process target
 
 A case is a function of the target, the seed and its number. It is stored as JSON: in findings, and in the corpus.
@@ -49,12 +50,25 @@ class RawCase(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether to disconnect after the last write instead of reading on."""
 
 
+class SocketCase(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`writes` begin with a handshake. After the answers, if their number is known, comes a close frame."""
+
+    writes: tuple[bytes, ...]
+    answers: int | None = None
+    """How many responses and error events there are; None where that is not known."""
+    pongs: int | None = None
+    codes: frozenset[int] | None = None
+    """The codes that the server's close frame may have; None: any, or no close frame."""
+    pause: float = 0.0
+    leave: bool = False
+
+
 class Input(msgspec.Struct, frozen=True):
     value: msgspec.Raw
     """JSON of whatever the target takes."""
 
 
-Case = HttpCase | RawCase | Input
+Case = HttpCase | RawCase | SocketCase | Input
 
 
 def random_for(target: str, seed: str, number: int) -> Random:

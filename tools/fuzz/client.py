@@ -8,6 +8,7 @@ A response that is not exactly that raises Malformed.
 
 import asyncio
 import re
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 STATUS = re.compile(rb"HTTP/1\.1 ([2-5]\d\d) [ -~]*")
@@ -105,6 +106,10 @@ def read_replies(data: bytes) -> tuple[list[Reply], bytes]:
     return replies, data
 
 
+IsOver = Callable[[bytes], bool]
+"""Whether what the server has sent is enough."""
+
+
 class Connection(asyncio.Protocol):
     """One request at a time. `lost` is set when the server closes."""
 
@@ -116,7 +121,7 @@ class Connection(asyncio.Protocol):
         self._most: int | None = None
         self._waiting: asyncio.Future[Reply | None] | None = None
         self._over: asyncio.Future[bool] | None = None
-        self._wanted: int | None = None
+        self._is_over: IsOver | None = None
         self._requests = 0
         self.is_lost = False
 
@@ -178,9 +183,9 @@ class Connection(asyncio.Protocol):
     def is_reused(self) -> bool:
         return self._requests > 1
 
-    async def read_until_over(self, seconds: float, wanted: int | None) -> bool:
-        """Until the server closes, or so many responses are complete. False: neither happens in time."""
-        self._over, self._wanted = self._loop.create_future(), wanted
+    async def read_until_over(self, seconds: float, is_over: "IsOver | None") -> bool:
+        """Until the server closes, or what it has sent is enough. False: neither happens in time."""
+        self._over, self._is_over = self._loop.create_future(), is_over
         if self.is_lost:
             return True
         self._look_for_end(self._over)
@@ -191,10 +196,10 @@ class Connection(asyncio.Protocol):
             timer.cancel()
 
     def _look_for_end(self, over: "asyncio.Future[bool]") -> None:
-        if self._wanted is None or over.done():
+        if self._is_over is None or over.done():
             return
         try:
-            is_over = len(read_replies(self.received)[0]) >= self._wanted
+            is_over = self._is_over(self.received)
         except Malformed:
             is_over = True
         if is_over:

@@ -12,11 +12,11 @@ from random import Random
 from tools.fuzz import bodies, values
 from tools.fuzz.cases import OK, RawCase, random_for
 from tools.fuzz.servers import HEADER_BYTES, KEYS
+from tools.websocket import HANDSHAKE
 
 LAST = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
 KEY = b"authorization: Bearer " + KEYS[0].encode()
 BAD = frozenset({400})
-SOCKET = b"upgrade: websocket\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nsec-websocket-version: 13\r\n"
 
 WRONG: tuple[bytes, ...] = (
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
@@ -123,7 +123,8 @@ def case(engine: str, seed: str, number: int) -> RawCase:
         data = b"".join(_request(random) for _ in range(count)) + LAST
         return RawCase(_pieces(random, data), (OK,) * (count + 1), pause)
     if kind < 0.45:
-        socket = _head(b"GET", b"/v1/responses", b"connection: upgrade", SOCKET[:-2])
+        path = random.choice((b"/health", b"/v1/models", b"/v1/chat/completions", b"/v1/responses/resp_x"))
+        socket = _head(b"GET", path, HANDSHAKE)
         return RawCase(_pieces(random, socket + LAST), (frozenset({426}), OK), pause)
     if kind < 0.6:
         return RawCase((random.choice(WRONG),), (BAD,), pause)

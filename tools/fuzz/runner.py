@@ -11,15 +11,18 @@ from typing import Any
 import msgspec
 import uvloop
 
-from tools.fuzz.cases import ANY, LAST_ID, HttpCase, RawCase, Request
+from tools.fuzz.cases import ANY, LAST_ID, HttpCase, RawCase, Request, SocketCase
 from tools.fuzz.client import Connection, Malformed, Reply, connect, read_replies
 from tools.fuzz.http import LAST
 from tools.fuzz.monitor import Monitor
 from tools.fuzz.oracle import Judgement, judge, judge_raw
 from tools.fuzz.servers import StoredKeys, store_keys
+from tools.fuzz.shapes import Wrong
 from tools.fuzz.state import Book, Regression, make_finding, regressions
 from tools.fuzz.streams import build_types
+from tools.fuzz.websocket import check_socket, read_received
 from tools.server import Server, run_server
+from tools.websocket import CLOSE, frame
 
 BATCH = 1000
 MOST_FINDINGS = 20
@@ -30,10 +33,12 @@ QUIET_SECONDS = 4.0
 """After so long the next request is sent where it is not known how many answers there will be."""
 MOST_SILENT = 4
 """After so many cases in a row without an answer the server counts as hanging, and is started again."""
+CLOSE_FRAME = frame(CLOSE, b"\x03\xe8")
 NO_ANSWER_ALLOWED = frozenset({413, 431})
 """These close the connection while the client is still sending, which may cost it the answer."""
-Numbered = tuple[int, HttpCase | RawCase]
-Make = Callable[[int], HttpCase | RawCase]
+ServerCase = HttpCase | RawCase | SocketCase
+Numbered = tuple[int, ServerCase]
+Make = Callable[[int], ServerCase]
 
 
 class Summary(msgspec.Struct):
@@ -119,11 +124,11 @@ class HttpRun:
     def _replay(self, kept: Iterable[Regression]) -> None:
         for regression in kept:
             case = regression.case
-            if isinstance(case, HttpCase | RawCase):
+            if isinstance(case, ServerCase):
                 self._run_batch([-1], lambda number, case=case: case, regression.name)  # type: ignore[misc]
 
     def _run_batch(self, batch: Sequence[int], make: Make, name: str = "") -> None:
-        by_number: dict[int, HttpCase | RawCase] = {}
+        by_number: dict[int, ServerCase] = {}
 
         def cases() -> Iterator[Numbered]:
             # Made one by one, while the server works on those before.
@@ -172,7 +177,7 @@ class HttpRun:
         """The server has died, or answers no connection in time."""
         return not self._server.is_alive or self._silent >= MOST_SILENT
 
-    def _report(self, problems: Sequence[Problem], cases: Mapping[int, HttpCase | RawCase], name: str = "") -> None:
+    def _report(self, problems: Sequence[Problem], cases: Mapping[int, ServerCase], name: str = "") -> None:
         for problem in problems:
             case = cases.get(problem.number, HttpCase(()))
             finding = make_finding(
@@ -188,7 +193,7 @@ class HttpRun:
             self._log(f"{self._target}: {name or problem.number}: {finding.kind}: {finding.text[:300]}")
             self._log(f"    {finding.command if problem.number >= 0 else file}")
 
-    def _repeats(self, problem: Problem, case: HttpCase | RawCase) -> bool | None:
+    def _repeats(self, problem: Problem, case: ServerCase) -> bool | None:
         """Whether the case alone has a problem again."""
         if problem.number < 0 or problem.judgement.kind in ("died", "lost", "slow"):
             return None
@@ -213,6 +218,8 @@ class HttpRun:
             try:
                 if isinstance(case, RawCase):
                     await self._play_raw(number, case)
+                elif isinstance(case, SocketCase):
+                    await self._play_socket(number, case)
                 else:
                     connection = await self._play_http(number, case, connection)
             except OSError as error:
@@ -308,8 +315,9 @@ class HttpRun:
             if case.leave:
                 self.summary.outcomes["left"] += 1
                 return
-            wanted = None if case.expect is None else len(case.expect)
-            is_over = await connection.read_until_over(QUIET_SECONDS if wanted is None else RAW_SECONDS, wanted)
+            wanted = case.expect
+            is_complete = None if wanted is None else lambda data: len(read_replies(data)[0]) >= len(wanted)
+            is_over = await connection.read_until_over(QUIET_SECONDS if wanted is None else RAW_SECONDS, is_complete)
             if not is_over and wanted is None:
                 # It may be idle, and wait for the next request.
                 connection.write(LAST)
@@ -331,6 +339,45 @@ class HttpRun:
             )
         elif problem := judge_raw(case, replies, rest):
             self._note(number, problem, replies[-1] if replies else None)
+
+    async def _play_socket(self, number: int, case: SocketCase) -> None:
+        connection = await connect(self._server.port)
+        try:
+            for at, piece in enumerate(case.writes):
+                if at and case.pause:
+                    await asyncio.sleep(case.pause)
+                connection.write(piece)
+            if case.leave:
+                self.summary.outcomes["left"] += 1
+                return
+            is_over = await self._finish_socket(connection, case)
+        finally:
+            connection.abort()
+        try:
+            received = read_received(connection.received)
+            if is_over:
+                check_socket(case, received)
+            elif case.codes is not None:
+                self._silent += not (received.events or received.is_open)
+                raise Wrong(f"the connection is open after {RAW_SECONDS:g} s, {received.answers} answers")
+        except (Malformed, Wrong) as error:
+            self._note(number, Judgement("websocket", str(error)))
+            return
+        self.summary.outcomes[str(received.code) if received.is_open else "refused"] += 1
+
+    async def _finish_socket(self, connection: Connection, case: SocketCase) -> bool:
+        """Wait for the answers, then send a close frame, if they are known. True: the server closes the connection."""
+        if case.answers is None:
+            return await connection.read_until_over(QUIET_SECONDS if case.codes is None else RAW_SECONDS, None)
+        answers, pongs = case.answers, case.pongs or 0
+
+        def is_answered(data: bytes) -> bool:
+            received = read_received(data)
+            return received.answers >= answers and received.pongs >= pongs
+
+        await connection.read_until_over(RAW_SECONDS, is_answered)
+        connection.write(CLOSE_FRAME)
+        return await connection.read_until_over(RAW_SECONDS, None)
 
 
 OBJECT_IDS = (b'{"id":"file-', b'{"id":"conv_', b'{"id":"batch_', b'{"id":"msgbatch_')

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tools.fuzz.cases import Case, HttpCase, Input, RawCase
+from tools.fuzz.cases import Case, HttpCase, Input, RawCase, SocketCase
 from tools.fuzz.oracle import Judgement
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,12 @@ NO_COMMIT = "dragoman"
 """The seed where there is no commit to take it from."""
 VARYING = re.compile(r"0x[0-9a-f]+|[0-9a-f]{6,}|\d+|'[^']*'|\"[^\"]*\"|`[^`]*`")
 """What differs between findings of one defect."""
-CASE_TYPES: dict[str, type[Case]] = {"requests": HttpCase, "http": RawCase, "sse": HttpCase}
+CASE_TYPES: dict[str, type[Case]] = {
+    "requests": HttpCase,
+    "http": RawCase,
+    "websocket": SocketCase,
+    "sse": HttpCase,
+}
 
 
 def commit_seed() -> str:

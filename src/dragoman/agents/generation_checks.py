@@ -92,7 +92,7 @@ def check_task(probe: Probe) -> str:
     """The model solves a small task with the agent's prompt and tools. Their results come from the probe."""
     if not probe.fits:
         raise CheckSkipped("the prompt does not fit into the context")
-    first = probe.recording.first
+    first = probe.requests.first
     messages = _replace_question(first.messages, TASK)
     cached = ""
     for number in range(1, MAX_ROUNDS + 1):

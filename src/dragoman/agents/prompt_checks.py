@@ -47,7 +47,7 @@ def result(call_id: str, text: str) -> Message:
 def check_context(probe: Probe) -> str:
     """The first prompt of the agent fits, and leaves room to work."""
     agent, context = probe.agent, probe.endpoint.context
-    first = probe.recording.first
+    first = probe.requests.first
     tokens = _count_tokens(probe, first)
     size = f"the first prompt of {agent.title} has about {tokens:,} tokens"
     if context is None:
@@ -114,13 +114,13 @@ def check_thinking_history(probe: Probe) -> str:
 
 def check_next_step(probe: Probe) -> str:
     """The request after a tool call begins with the prompt of the request before it."""
-    recording = probe.recording
-    return _compare(probe, recording.first.messages, recording.second.messages)
+    requests = probe.requests
+    return _compare(probe, requests.first.messages, requests.second.messages)
 
 
 def check_next_turn(probe: Probe) -> str:
     """The request after the next message of the user begins with the prompt of the last step."""
-    earlier = probe.recording.second.messages
+    earlier = probe.requests.second.messages
     answer = Message("assistant", (Reasoning("That was all."), Text("Done.")))
     return _compare(probe, earlier, (*earlier, answer, user("Thank you. Which files did you change?")))
 
@@ -153,7 +153,7 @@ def _require(prompt: RenderedPrompt, what: str, *texts: str) -> None:
 
 def _compare(probe: Probe, earlier: Sequence[Message], later: Sequence[Message]) -> str:
     """Return how many tokens of a prompt are repeated by the next one."""
-    tools = probe.recording.first.tools
+    tools = probe.requests.first.tools
     first, second = _render(probe, earlier, tools), _render(probe, later, tools)
     common = _common_length(first.tokens, second.tokens)
     total = len(first.tokens)

@@ -180,7 +180,7 @@ def from_settings(settings: Settings, key: str | None) -> AdminClient:
     if settings.hosts:
         http.headers["host"] = settings.hosts[0]
     key = key or next(iter(settings.api_keys), None)
-    return AdminClient(f"the server at {address}", where, http, key, token, settings.socket is not None)
+    return AdminClient(f"the server at {address}", where, http, key, token, is_at_socket=settings.socket is not None)
 
 
 def _local_server(address: str, tls: Tls | None, socket: str | None = None) -> tuple[ServerAddress, "httpx.Client"]:

@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -136,8 +135,9 @@ def _run_agent(program: str, setup: AgentSetup, arguments: list[str]) -> int:
 
 
 def _is_foreground() -> bool:
-    """Whether the terminal has sent Ctrl-C to this process and to the agent."""
+    """Whether Ctrl-C on the terminal is sent to this process and to the agent."""
     try:
-        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
-    except (OSError, ValueError):
+        with Path("/dev/tty").open("rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
         return False

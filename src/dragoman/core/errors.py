@@ -2,8 +2,9 @@
 
     DragomanError
     ├── BadRequest 400 ── ContextTooLong ── NoRoomForReply
-    │                     InvalidConfig, InvalidSchema, InvalidSeal, PreviousResponseNotFound, RequestRefused,
-    │                     ThreadUnsupported, UnsupportedParameter
+    │                     InvalidConfig, InvalidSchema, InvalidSeal, InvalidStreamId, PreviousResponseNotFound,
+    │                     RequestRefused, ResponseCancelled, StreamLimitReached, ThreadUnsupported,
+    │                     UnsupportedParameter
     ├── Unauthorized 401
     ├── PermissionDenied 403
     ├── NotFound 404 ── ModelNotFound
@@ -146,12 +147,24 @@ class InvalidSeal(BadRequest, code="invalid_encrypted_content"):
     """Sealed content was changed, or comes from another server."""
 
 
+class InvalidStreamId(BadRequest, code="invalid_stream_id"):
+    pass
+
+
 class PreviousResponseNotFound(BadRequest, code="previous_response_not_found"):
     pass
 
 
 class RequestRefused(BadRequest, code="request_refused"):
     """The request has crashed the engine's process before."""
+
+
+class ResponseCancelled(BadRequest, code="response_cancelled"):
+    """The client has cancelled a response before its first event."""
+
+
+class StreamLimitReached(BadRequest, code="websocket_stream_limit_reached"):
+    """A WebSocket has too many streams."""
 
 
 class ThreadUnsupported(BadRequest, code="thread_unsupported_request"):

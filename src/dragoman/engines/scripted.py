@@ -111,7 +111,8 @@ class ScriptedEngine(Engine):
         faults = (options.fail_after, options.hang_after, options.crash_after)
         self.first_fault = min((at for at in faults if at is not None), default=None)
         self.script = Script(options.replies)
-        self.emits_tool_calls = any(reply.has_parts for reply in options.replies)
+        if any(reply.has_parts for reply in options.replies):
+            self.emits_tool_calls = True
 
     @classmethod
     def configured(cls, name: str, options: msgspec.Struct) -> Self:
@@ -129,10 +130,10 @@ class ScriptedEngine(Engine):
         return FEATURES
 
     async def deliver(self, request: GenerationRequest, listener: Listener) -> None:
-        reply = self.choose_reply(request)
-        play = self._prepare(reply, request)
         prompt_tokens = self.count_tokens(request)
         limit = self._max_reply_tokens(request, prompt_tokens)
+        reply = self.choose_reply(request)
+        play = self._prepare(reply, request)
         played = play.size if limit is None else min(play.size, limit)
         failing = None if reply.error is None else min(reply.error.after, played)
         fault = self.first_fault if self.first_fault is not None and self.first_fault <= played else None

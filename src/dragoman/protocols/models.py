@@ -13,6 +13,7 @@ import msgspec
 from dragoman.core.errors import BadRequest, quote
 from dragoman.core.features import Feature
 from dragoman.protocols import json_body
+from dragoman.protocols.messages.context import CLEAR_THINKING, CLEAR_TOOL_USES, COMPACT
 from dragoman.protocols.openai import decode_limit
 
 DEFAULT_PAGE_SIZE = 20
@@ -65,13 +66,15 @@ def encode_anthropic_model(known: KnownModel) -> dict[str, Any]:
 
 def _encode_capabilities(features: frozenset[str]) -> dict[str, Any]:
     no, thinks = {"supported": False}, {"supported": Feature.THINKING in features}
+    counts, chats = {"supported": Feature.COUNT_TOKENS in features}, {"supported": Feature.CHAT in features}
     efforts = dict.fromkeys(("low", "medium", "high", "xhigh", "max"), thinks)
     modes = {"enabled": thinks, "adaptive": thinks, "disabled": {"supported": True}, "between_tools": no}
     return {
         "batch": {"supported": True},
         "citations": no,
         "code_execution": no,
-        "context_management": no,
+        "compaction": chats | {"summarize": chats},
+        "context_management": counts | dict.fromkeys((CLEAR_THINKING, CLEAR_TOOL_USES, COMPACT), counts),
         "effort": thinks | efforts,
         "image_input": {"supported": Feature.IMAGES in features},
         "pdf_input": no,

@@ -42,6 +42,8 @@ from dragoman.recordings.recorded_exchange import RecordedExchange
 MAX_MATCH = 200
 """Characters of a message in a pattern."""
 SPECIAL = re.compile(r"([\\.^$*+?{}\[\]|()])")
+UNUSUAL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ufeff]")
+"""Characters that YAML keeps only between double quotes, where they are escaped."""
 DECODERS: dict[str, Callable[[bytes], GenerationRequest]] = {
     path: protocol.decode for protocol in PROTOCOLS.values() for path in protocol.paths
 }
@@ -224,7 +226,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    style = '"' if UNUSUAL.search(text) else "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _represent_text)

@@ -1,4 +1,4 @@
-"""Calls the app without a connection: for relayed requests of front ends, and for jobs.
+"""Calls the app without a connection: for relayed requests of front ends, for requests of WebSockets, and for jobs.
 
 A job is a request that the server answers for a caller who does not wait: a background response, a line of a batch.
 
@@ -57,8 +57,9 @@ def job_scope(job: RequestJob, path: str) -> Scope:
 async def call_app(
     app: Any, scope: Scope, body: bytes, disconnected: asyncio.Event, on_part: OnPart | None = None
 ) -> AppReply:
-    """Call the app as an ASGI server would, and collect its reply. With `on_part`, the parts of the body go there as
-    they are sent. Setting `disconnected` ends the request as if its client had gone; such a request gets no reply."""
+    """Call the app as an ASGI server would, and collect its reply. With `on_part`, the parts of a successful reply go
+    there as they are sent. Setting `disconnected` ends the request as if its client had gone; such a request gets no
+    reply."""
     unread = [{"type": "http.request", "body": body, "more_body": False}]
     start: dict[str, Any] = {"status": 500}
     parts: list[bytes] = []
@@ -73,7 +74,7 @@ async def call_app(
         if message["type"] == "http.response.start":
             start.update(message)
         elif part := message.get("body", b""):
-            if on_part is None:
+            if on_part is None or start["status"] != 200:
                 parts.append(part)
             else:
                 await on_part(part)

@@ -163,19 +163,12 @@ class BackgroundResponses:
         scope = job_scope(RequestJob(caller, response_id), self._path)
         if request.strict is not None:
             scope["headers"].append((b"x-dragoman-strict", request.strict))
-        last = b""
-
-        async def note(part: bytes) -> None:
-            # The request stores its events itself. If it fails, the error is the only part of the reply.
-            nonlocal last
-            last = part
-
-        reply = await call_app(self._app, scope, request.body, cancelled, note)
+        reply = await call_app(self._app, scope, request.body, cancelled, _discard)
         if cancelled.is_set() or reply.status == 200 or self._stopping.is_set():
             return None
         if reply.status == 503:
             return _retry_after(reply)
-        await self._store.end_early(response_id, "failed", *_describe_error(reply.status, last))
+        await self._store.end_early(response_id, "failed", *_describe_error(reply))
         return None
 
     async def _pause(self, seconds: float, cancelled: asyncio.Event) -> None:
@@ -192,13 +185,17 @@ def _retry_after(reply: AppReply) -> float:
     return float(header) if header.isdigit() else RETRY_SECONDS
 
 
-def _describe_error(status: int, body: bytes) -> tuple[str, str]:
+async def _discard(part: bytes) -> None:
+    """The request stores its events itself."""
+
+
+def _describe_error(reply: AppReply) -> tuple[str, str]:
     """The code and the message of a failed response, from the error that its request got."""
     try:
-        error = msgspec.json.decode(body)["error"]
+        error = msgspec.json.decode(reply.body)["error"]
         code, message = error["code"], error["message"]
     except (*DECODE_ERRORS, KeyError, TypeError):
         return "server_error", "internal error; see the server's log"
     if code == "context_length_exceeded":
         return code, message
-    return CODES.get(code, "invalid_prompt" if status < 500 else "server_error"), message
+    return CODES.get(code, "invalid_prompt" if reply.status < 500 else "server_error"), message

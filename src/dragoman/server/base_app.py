@@ -21,8 +21,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-import msgspec
-
 from dragoman.config.settings import Settings
 from dragoman.core import loop_guard
 from dragoman.core.errors import (
@@ -34,12 +32,10 @@ from dragoman.core.errors import (
     NotSupported,
     PermissionDenied,
     QuotaExhausted,
-    Unavailable,
     UpgradeRequired,
 )
 from dragoman.core.ids import new_id
 from dragoman.core.types import RouteScope
-from dragoman.protocols.errors import encode_openai_error
 from dragoman.protocols.registry import family
 from dragoman.protocols.wire_protocol import Family
 from dragoman.server.auth.access import Authenticator
@@ -52,17 +48,19 @@ from dragoman.server.http.headers import CorsPolicy, TrustedProxies
 from dragoman.server.http.response import Receive, Scope, Send
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import ModelLease
+from dragoman.server.request_timer import stopping_error
 from dragoman.server.telemetry.recorder import Recorder
 from dragoman.server.telemetry.recording import ExchangeRecording, RecordingFile
+from dragoman.server.websocket.handshake import HandshakeRequest
+from dragoman.server.websocket.memory import ProcessMemory
+from dragoman.server.websocket.session import WebSocketSession
 from dragoman.storage.batches import Batches
 from dragoman.storage.blobs import BlobStore
 from dragoman.storage.files import Files
 from dragoman.storage.response_values import StoredResponses
 
-STOPPING = "the server is stopping"
 METRICS_PATH = "/metrics"
 RESPONSES_PATH = "/v1/responses"
-"""Codex tries a WebSocket here first."""
 CHECK_SECONDS = 0.25
 MAX_SHOWN_PATH = 100
 CLIENT_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -80,6 +78,7 @@ class Route(Generic[AppT]):
     """The error format; None: chosen by the path and the headers of the request."""
     is_open: bool = False
     """Whether it works without a key."""
+    opens_websocket: bool = False
     scope: RouteScope | None = None
     """The scope that a key needs; None: chosen by the path."""
     is_recorded: bool = False
@@ -134,6 +133,7 @@ class BaseApp(ABC):
         """The open requests. One timer checks all of them."""
         self._timer: asyncio.TimerHandle | None = None
         self.tasks = DetachedTasks()
+        self.remembered = ProcessMemory()
         limits = settings.limits
         self._keepalive = limits.keepalive_seconds
         shortest = min(self._keepalive, limits.stall_seconds, limits.body_seconds, limits.request_seconds)
@@ -192,10 +192,11 @@ class BaseApp(ABC):
             shown.type = shown.code or shown.type
         return shown
 
-    def check_form(self, exchange: HttpExchange) -> None:
-        """Refuse a form that a web page of an unknown origin may have sent."""
-        if not self._cors.allows_form(exchange.headers):
-            raise PermissionDenied("this origin may not send forms without a key; `cors.origins` allows origins")
+    def check_origin(self, exchange: HttpExchange, action: str) -> None:
+        """Refuse what a web page of an unknown origin may have sent. Browsers send forms and open WebSockets for every
+        page."""
+        if not self._cors.allows_page(exchange.headers):
+            raise PermissionDenied(f"this origin may not {action} without a key; `cors.origins` allows origins")
 
     def is_strict(self, exchange: HttpExchange) -> bool:
         header = exchange.headers.get(b"x-dragoman-strict")
@@ -205,14 +206,14 @@ class BaseApp(ABC):
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
             return
-        if scope["type"] != "http":
-            await refuse_websocket(scope, receive, send)
-            return
         if not self._started:
             self.start()
+        if scope["type"] == "websocket":
+            await self._open_websocket(scope, receive, send)
+            return
         exchange = HttpExchange(scope, receive, send)
         if self.is_stopping:
-            exchange.stopping = Unavailable(STOPPING, retry_after=10)
+            exchange.stopping = stopping_error()
         self.exchanges.add(exchange)
         if self._timer is None:
             self._start_timer()
@@ -232,6 +233,13 @@ class BaseApp(ABC):
             if not exchange.is_answered_by_parent:
                 self.telemetry.request(exchange.record)
                 self._write_recording(exchange)
+
+    async def _open_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        handshake = HandshakeRequest(scope, receive, send)
+        await self(handshake.scope, handshake.receive, handshake.send)
+        if handshake.is_accepted:
+            await WebSocketSession(self, scope, receive, send).run()
 
     async def _dispatch(self, exchange: HttpExchange) -> None:
         path, method, response = exchange.path, exchange.method, exchange.response
@@ -260,6 +268,8 @@ class BaseApp(ABC):
             entering = self._enter_quota(exchange, route)
             if entering is not None:
                 await entering
+        if exchange.is_websocket and methods and not (route is not None and route.opens_websocket):
+            raise UpgradeRequired(f"there is no WebSocket at {path}; send the request as HTTP")
         if route is not None:
             if route.is_recorded:
                 response.recording = self._begin_recording(exchange)
@@ -346,6 +356,8 @@ class BaseApp(ABC):
         if isinstance(error, NotSupported | QuotaExhausted):
             # The SDKs retry after 429 and any 5xx; a retry cannot succeed here.
             response.extra_headers.append((b"x-should-retry", b"false"))
+        if isinstance(error, UpgradeRequired):
+            response.extra_headers.append((b"upgrade", b"HTTP/1.1"))
         if error.retry_after is not None:
             response.extra_headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
         await response.send_json(response.family.encode_error(error, exchange.record.id), status)
@@ -362,26 +374,4 @@ class BaseApp(ABC):
         """From now on, a cancelled request gets the error that the server is stopping."""
         self.is_stopping = True
         for exchange in self.exchanges:
-            exchange.stopping = Unavailable(STOPPING, retry_after=10)
-
-
-def upgrade_required(path: str) -> UpgradeRequired:
-    return UpgradeRequired(f"WebSockets are not supported; send the request with POST to {path}")
-
-
-async def refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:
-    """Refuse a WebSocket with 426. Only servers that the app is mounted into pass WebSockets on."""
-    await receive()
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    if path != RESPONSES_PATH or "websocket.http.response" not in scope.get("extensions", {}):
-        await send({"type": "websocket.close"})
-        return
-    error = upgrade_required(path)
-    body = msgspec.json.encode(encode_openai_error(error))
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"upgrade", b"HTTP/1.1"),
-        (b"content-length", b"%d" % len(body)),
-    ]
-    await send({"type": "websocket.http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "websocket.http.response.body", "body": body})
+            exchange.stopping = stopping_error()

@@ -37,7 +37,10 @@ from dragoman.server.http.headers import check_media_type, host_name, merge_head
 from dragoman.server.http.response import DIRECT, Receive, Response, Scope, Send
 from dragoman.server.request_timer import STREAM_STEP, RequestTimer, slow_body_error, slow_stream_error
 from dragoman.server.response_writer import ResponseWriter
-from dragoman.server.telemetry.metrics import CLIENT_DISCONNECTED, Meter, RequestRecord
+from dragoman.server.telemetry.meter import Meter
+from dragoman.server.telemetry.metrics import CLIENT_DISCONNECTED, RequestRecord
+from dragoman.server.websocket.handshake import WEBSOCKET
+from dragoman.server.websocket.memory import MEMORY, TurnMemory
 
 T = TypeVar("T")
 log = logging.getLogger("dragoman.server")
@@ -72,6 +75,10 @@ class HttpExchange:
         self._direct: Response | None = None if connection is None else connection.response(scope)
         self.job: RequestJob | None = extensions.get(JOB)
         """Set if the server itself sent the request, for a caller who does not wait."""
+        self.is_websocket = WEBSOCKET in extensions
+        """Whether the request opens a WebSocket."""
+        self.memory: TurnMemory | None = extensions.get(MEMORY)
+        """What the WebSocket of the request remembers; None for a request of HTTP."""
         self.peer: str | None = (scope.get("client") or (None,))[0]
         """The address of the other end of the connection; None for a Unix socket."""
         self.method: str = scope["method"]
@@ -215,8 +222,13 @@ class HttpExchange:
         error = self.timer.timeout_error(now)
         if error is not None:
             self._abort(error)
-        elif self.response.is_streaming and self.job is None and now - self.response.written > keepalive_seconds:
+        elif self._needs_comments and now - self.response.written > keepalive_seconds:
             self.response.send_comment()
+
+    @property
+    def _needs_comments(self) -> bool:
+        """Whether a silent stream gets comments. A job has no connection, and a WebSocket has pings."""
+        return self.response.is_streaming and self.job is None and self.memory is None
 
     def _listen(self) -> None:
         self._listener = asyncio.create_task(self._cancel_on_disconnect())

@@ -2,6 +2,7 @@
 
     find   finds the model by name, checks permission, quota, budgets and features, and returns its sampling defaults
     start  waits for a slot and for the engine
+    load   waits for the engine only
     close  releases everything; further calls do nothing
 
 A `LocalModelLease` is on a model of this process. A front end leases the models of its parent (see `frontends`).
@@ -71,6 +72,10 @@ class ModelLease(ABC):
 
     @abstractmethod
     async def start(self) -> Engine: ...
+
+    @abstractmethod
+    async def load(self) -> None:
+        """Wait until the model is loaded."""
 
     @property
     @abstractmethod
@@ -185,6 +190,9 @@ class LocalModelLease(ModelLease):
             self._has_slot = True
             self.queue_us = int((time.monotonic() - began) * 1e6)
         return await self.start_without_slot()
+
+    async def load(self) -> None:
+        await self.start_without_slot()
 
     async def start_without_slot(self) -> Engine:
         """Wait for the engine only, for a call that takes no time of the model."""

@@ -4,7 +4,14 @@ import math
 import time
 from collections.abc import Callable
 
-from dragoman.core.errors import BadRequest, DeadlineExceeded, DragomanError, EngineTimeout, RequestTimeout
+from dragoman.core.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    DragomanError,
+    EngineTimeout,
+    RequestTimeout,
+    Unavailable,
+)
 
 STREAM_STEP = 64 * 1024
 """Bytes of a streamed body that must arrive within the time for a body."""
@@ -71,3 +78,7 @@ def slow_stream_error(seconds: float) -> DragomanError:
 
 def stall_error(seconds: float) -> DragomanError:
     return EngineTimeout(f"the engine produced nothing for {seconds:g} s")
+
+
+def stopping_error() -> DragomanError:
+    return Unavailable("the server is stopping", retry_after=10)

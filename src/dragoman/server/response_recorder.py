@@ -1,4 +1,4 @@
-"""Stores one response: its end, and before that the events of its stream.
+"""Stores one response: its end, and before that the events of its stream. A WebSocket remembers the response too.
 
 Rules
 1. A response is stored before its end is sent.
@@ -155,8 +155,9 @@ class ResponseRecorder:
     async def store(self) -> None:
         """Store the response, which is complete. Called before its end is sent."""
         await self._stop_writing()
+        ended = await self._encode_end()
         try:
-            await self._keep()
+            await self._keep(ended)
         except StorageUnavailable:
             if self._context.must_store:
                 if self._encoder is not None:
@@ -164,13 +165,20 @@ class ResponseRecorder:
                     self._frames.pop()
                 raise
             self._exchange.response.warn(NOT_STORED)
+        if self._exchange.memory is not None:
+            record = self._exchange.record
+            self._exchange.memory.remember(record.principal, record.id, ended.input + ended.output)
 
     async def _store_failed(self) -> None:
         await self._stop_writing()
         if self._context.should_store:
-            await self._keep()
+            await self._keep(await self._encode_end())
 
-    async def _keep(self) -> None:
+    async def _keep(self, ended: EndedResponse) -> None:
+        if self._context.should_store or self._context.conversation is not None:
+            await self._app.responses.keep(ended)
+
+    async def _encode_end(self) -> EndedResponse:
         response, context = self._encoding.response, self._context
         assert response is not None
         frames = b"".join(self._frames)
@@ -180,8 +188,8 @@ class ResponseRecorder:
         def encode() -> EndedResponse:
             return EndedResponse(
                 self._describe(response["status"], msgspec.json.encode(response)),
-                _encode_items(wire_items.storable_items(context.items, response["id"])),
-                _encode_items(response["output"]),
+                encode_items(wire_items.storable_items(context.items, response["id"])),
+                encode_items(response["output"]),
                 events,
                 is_recorded=self._has_begun,
                 should_store=context.should_store,
@@ -190,7 +198,7 @@ class ResponseRecorder:
             )
 
         is_large = len(context.items) > MANY_ITEMS or self._exchange.weight > LARGE_BODY
-        await self._app.responses.keep(await run_in_body_thread(encode) if is_large else encode())
+        return await run_in_body_thread(encode) if is_large else encode()
 
     async def abort(self, status: EarlyEnd, error: Exception | None = None) -> None:
         """End a stream that has no end: its client has gone, or it failed before anything was sent."""
@@ -214,5 +222,5 @@ class ResponseRecorder:
         return StoredResponse(record.id, record.principal, created, status, body, is_background)
 
 
-def _encode_items(items: Sequence[Mapping[str, Any]]) -> tuple[StoredItem, ...]:
+def encode_items(items: Sequence[Mapping[str, Any]]) -> tuple[StoredItem, ...]:
     return tuple(StoredItem(item["id"], msgspec.json.encode(item)) for item in items)

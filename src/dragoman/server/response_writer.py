@@ -91,6 +91,11 @@ class ResponseWriter:
         self._timer.stop()
         await self.relay(status, self._headers(status, content_type, len(body)), body)
 
+    def switch_protocol(self) -> Awaitable[None]:
+        """Accept a WebSocket, which ends the request."""
+        self._record.status = 101
+        return self.relay(101, [(b"x-request-id", self._record.id.encode()), *self.extra_headers], b"")
+
     async def send_pieces(self, pieces: AsyncIterator[bytes] | None, content_type: bytes, length: int) -> None:
         """Send a body of this length in pieces, which waits while the client does not read. None: only the headers."""
         headers = self._headers(200, content_type, length)

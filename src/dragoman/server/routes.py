@@ -26,6 +26,7 @@ from dragoman.server.handlers import (
     stored_responses,
     tokens,
     usage,
+    websocket,
 )
 from dragoman.server.handlers.generation import answer
 from dragoman.server.hooks import Hooks
@@ -54,7 +55,7 @@ PATHS: dict[str, Methods[App]] = {
     "/v1/messages/count_tokens": {"POST": Route(tokens.messages_count, family=ANTHROPIC, is_recorded=True)},
     RESPONSES_PATH: {
         "POST": SharedRoute(responses.create, PREFIX, OPENAI, is_recorded=True),
-        "GET": Route(responses.no_websocket, family=OPENAI),
+        "GET": SharedRoute(websocket.connect, family=OPENAI, opens_websocket=True),
     },
     f"{RESPONSES_PATH}/input_tokens": {"POST": Route(responses.count, family=OPENAI, is_recorded=True)},
     f"{RESPONSES_PATH}/compact": {"POST": SharedRoute(responses.compact, PREFIX, OPENAI, is_recorded=True)},

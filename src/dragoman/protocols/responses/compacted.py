@@ -12,7 +12,7 @@ from typing import Any
 from dragoman.core.reply import Reply
 from dragoman.core.request import GenerationRequest
 from dragoman.protocols.responses import items
-from dragoman.protocols.responses.compaction import ID_PREFIX, encode_item
+from dragoman.protocols.responses.compaction_items import ID_PREFIX, encode_item
 from dragoman.protocols.responses.encoder import encode_usage
 from dragoman.protocols.responses.server import ResponseContext
 from dragoman.protocols.wire_protocol import EVENT_STREAM, Encoder

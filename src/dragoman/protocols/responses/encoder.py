@@ -42,7 +42,7 @@ from dragoman.core.reply import Reply
 from dragoman.core.request import GenerationRequest
 from dragoman.protocols import openai
 from dragoman.protocols.responses import calls
-from dragoman.protocols.responses.compaction import CompactionOutput
+from dragoman.protocols.responses.compaction_items import CompactionOutput
 from dragoman.protocols.responses.frames import ItemEvent, encode_frame
 from dragoman.protocols.responses.items import PREFIX
 from dragoman.protocols.responses.reply_events import reply_events

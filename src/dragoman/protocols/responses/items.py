@@ -25,13 +25,13 @@ from dragoman.core.request import Asked, Image, Message, Part, Reasoning, Role, 
 from dragoman.core.summary import compact_messages
 from dragoman.protocols import json_body
 from dragoman.protocols.openai import RESPONSE_PARTS, Content, ContentPart, decode_content, decode_limit
-from dragoman.protocols.responses import compaction
+from dragoman.protocols.responses import compaction_items
 from dragoman.protocols.responses.calls import CALLS, PREFIXES, CallFields, Kind, decode_arguments, to_text
 from dragoman.protocols.responses.tools import ToolSet
 from dragoman.protocols.sealed import Seal
 
 Item = Mapping[str, Any]
-LocatedItem = compaction.LocatedItem
+LocatedItem = compaction_items.LocatedItem
 """The path of an item in the request, its type, and the item."""
 MAX_ITEMS = 16_384
 PREFIX = "resp_"
@@ -41,9 +41,9 @@ ID_PREFIXES = {item_type: PREFIXES[kind] for item_type, kind in CALLS.items()} |
     "reasoning": "rs_",
     "function_call_output": "fco_",
     "custom_tool_call_output": "ctco_",
-    compaction.COMPACTION: compaction.ID_PREFIX,
+    compaction_items.COMPACTION: compaction_items.ID_PREFIX,
 }
-WITHOUT_STATUS = ("reasoning", "additional_tools", *compaction.KINDS)
+WITHOUT_STATUS = ("reasoning", "additional_tools", *compaction_items.KINDS)
 
 
 class ItemId(msgspec.Struct, frozen=True):
@@ -94,7 +94,7 @@ WITH_TOOLS = ("additional_tools", TOOL_SEARCH_OUTPUT)
 UPDATE = "configuration_update"
 WITHOUT_CONTENT = ("additional_tools", UPDATE)
 """Items that are not part of the conversation."""
-WITH_CONTENT = ("message", "reasoning", "mcp_call", *compaction.KINDS)
+WITH_CONTENT = ("message", "reasoning", "mcp_call", *compaction_items.KINDS)
 """Items that the model sees, besides calls and their outputs."""
 SKIPPED = frozenset(
     {
@@ -146,11 +146,11 @@ def tools_of(items: Sequence[LocatedItem]) -> Iterator[tuple[str, list[dict[str,
 
 def window(items: Sequence[LocatedItem]) -> Sequence[LocatedItem]:
     """Return the items without those that the last compaction replaced."""
-    last = max((at for at, (_, kind, _) in enumerate(items) if kind in compaction.KINDS), default=0)
+    last = max((at for at, (_, kind, _) in enumerate(items) if kind in compaction_items.KINDS), default=0)
     if not last:
         return items
     path, _, item = items[last]
-    return [*retained(items[:last], compaction.open_item(path, item).kept), *items[last:]]
+    return [*retained(items[:last], compaction_items.open_item(path, item).kept), *items[last:]]
 
 
 def retained(items: Sequence[LocatedItem], users: int) -> list[LocatedItem]:
@@ -189,9 +189,9 @@ class _MessageBuilder:
             self._reasoning(path, json_body.convert(item, ReasoningItem, path))
         elif kind in CALLS:
             self._call(CALLS[kind], path, json_body.convert(item, CallFields, path))
-        elif kind in compaction.KINDS:
+        elif kind in compaction_items.KINDS:
             self.end_turn()
-            sealed = compaction.open_item(path, item)
+            sealed = compaction_items.open_item(path, item)
             self.messages = list(compact_messages(self.messages, sealed.summary, sealed.kept, sealed.pending))
         elif kind == "mcp_call":
             self._mcp_call(json_body.convert(item, McpCall, path))

@@ -25,7 +25,7 @@ from dragoman.core.request import (
     Text,
 )
 from dragoman.protocols import json_body, openai, thinking
-from dragoman.protocols.responses import compaction, items, tools
+from dragoman.protocols.responses import compaction_items, items, tools
 from dragoman.protocols.responses.calls import ClientTool
 from dragoman.protocols.responses.tools import ToolChoiceField
 
@@ -113,6 +113,8 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     fields: ResponseFields
     items: list[items.LocatedItem]
     """The input, with references to stored items."""
+    generates: bool = True
+    """False: the request only prepares the next one on its WebSocket, so it may have no input."""
 
     @property
     def conversation(self) -> str | None:
@@ -151,10 +153,13 @@ class ResponseRequest(msgspec.Struct, frozen=True):
 
 
 def parse(body: bytes) -> ParsedRequest:
-    parsed = json_body.parse(body)
+    return read(json_body.parse(body))
+
+
+def read(parsed: dict[str, Any], generates: bool = True) -> ParsedRequest:
     fields = json_body.convert(parsed, ResponseFields)
     _check_supported(fields)
-    return ParsedRequest(parsed, fields, items.locate(() if fields.input is None else fields.input))
+    return ParsedRequest(parsed, fields, items.locate(() if fields.input is None else fields.input), generates)
 
 
 def _check_supported(fields: ResponseFields) -> None:
@@ -193,7 +198,7 @@ def decode(
     """
     asked = [Asked(Feature.CHAT, "input"), *openai.requested_features(parsed_request.fields, parsed_request.parsed)]
     resolved = _resolve_references(parsed_request.items, referenced or {}, asked)
-    sent, trigger = compaction.take_trigger(resolved)
+    sent, trigger = compaction_items.take_trigger(resolved)
     path = "previous_response_id" if parsed_request.conversation is None else "conversation"
     before = [(path, items.kind_of(item, path), item) for item in earlier]
     items.check_count(len(before) + len(sent))
@@ -203,9 +208,9 @@ def decode(
     choice, left = tools.choose(fields.tool_choice, fields.parallel_tool_calls is not False, toolset, asked)
     system = (Message("system", (Text(fields.instructions),)),) if fields.instructions else ()
     messages = (*system, *items.decode(located, toolset, asked))
-    if not messages:
+    if not messages and parsed_request.generates:
         raise _empty_input(asked)
-    edits = compaction.decode_setting(fields.context_management or (), asked)
+    edits = compaction_items.decode_setting(fields.context_management or (), asked)
     if compacts or trigger is not None:
         edits = (Compact(trigger or "input", stops=True),)
     if compacts:

@@ -11,7 +11,8 @@ The end of the connection ends the front end. `id` is the id of a request, as in
     `MethodCall` gets a `MethodResult`: methods of the engine, and those of `ARGUMENTS`
 
     enter_quota                                 counts the request against the quota of its key, which the parent holds
-    acquire_lease, start_lease, acquire_slot    as those of a `ModelLease`
+    acquire_lease, start_lease, load_model      as those of a `ModelLease`
+    acquire_slot                                as that of its slots
     relay                                       the parent answers an unchanged request
     check_responses, keep_response, ...         as the methods of `StoredResponses`; these belong to no request
     start_background                            as `start` of the background responses
@@ -151,6 +152,7 @@ ARGUMENTS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "enter_quota": msgspec.msgpack.Decoder(tuple[bytes, bytes]),
     "acquire_lease": msgspec.msgpack.Decoder(tuple[AcquireLease]),
     "start_lease": msgspec.msgpack.Decoder(tuple[()]),
+    "load_model": msgspec.msgpack.Decoder(tuple[()]),
     "acquire_slot": msgspec.msgpack.Decoder(tuple[()]),
     "relay": msgspec.msgpack.Decoder(tuple[dict[str, Any], bytes]),
     "check_responses": msgspec.msgpack.Decoder(tuple[str]),

@@ -134,6 +134,9 @@ class RemoteModelLease(ModelLease):
         assert self._engine is not None
         return RemoteEngine(self._parent, self._id, self._engine)
 
+    async def load(self) -> None:
+        await self._call_parent(make_method_call("load_model"))
+
     async def _call_parent(self, method_call: MethodCall) -> LeaseReply:
         reply = await self._parent.call_method(method_call, LeaseReply, self._id)
         self.label, self.fallbacks, self.queue_us = reply.label, reply.fallbacks, reply.queue_us

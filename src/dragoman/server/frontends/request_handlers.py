@@ -51,7 +51,7 @@ PIPELINE_FEATURES = STAGE_FEATURES | {Feature.COUNT_TOKENS, Feature.RENDER, Feat
 """Features of an engine that matter to the pipeline, which runs in the front end."""
 NO_SERVER: dict[str, Any] = {"asgi": {"version": "3.0"}, "server": None, "extensions": {}}
 """The parts of an ASGI scope that a front end does not send."""
-LEASE_METHODS = ("enter_quota", "acquire_lease", "start_lease")
+LEASE_METHODS = ("enter_quota", "acquire_lease", "start_lease", "load_model")
 """Their answer is a `LeaseReply` even if they fail."""
 
 Handler = Callable[[Any], object]
@@ -144,6 +144,7 @@ class RequestHandlers:
             "enter_quota": self._enter_quota,
             "acquire_lease": self._acquire_lease,
             "start_lease": self._start_lease,
+            "load_model": self._load_model,
             "acquire_slot": self._acquire_slot,
             "relay": self._relay,
         }
@@ -255,6 +256,11 @@ class RequestHandlers:
         except asyncio.CancelledError:
             lease.close()
             raise
+        return state.reply()
+
+    async def _load_model(self, state: RequestState) -> LeaseReply:
+        assert state.model_lease is not None
+        await state.model_lease.load()
         return state.reply()
 
     async def _acquire_slot(self, state: RequestState) -> None:

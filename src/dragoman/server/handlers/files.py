@@ -30,7 +30,7 @@ CONTENT = "content"
 
 
 async def create(app: BaseApp, exchange: HttpExchange) -> None:
-    app.check_form(exchange)
+    app.check_origin(exchange, "send forms")
     limits, most = app.settings.limits, app.settings.storage.file_bytes
     form = FormReader(exchange.headers.get(b"content-type", b""), FIELD, most, "storage.file_bytes")
     async with write_blob(app.blobs) as sink:

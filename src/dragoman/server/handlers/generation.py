@@ -34,7 +34,7 @@ from dragoman.server.base_app import BaseApp
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LeaseInfo, LeaseRequest, ModelLease
 from dragoman.server.request_timer import stall_error
-from dragoman.server.telemetry.metrics import Meter
+from dragoman.server.telemetry.meter import Meter
 
 log = logging.getLogger("dragoman.prompts")
 log_server = logging.getLogger("dragoman.server")

@@ -18,7 +18,6 @@ import msgspec
 from dragoman.core.errors import (
     BadRequest,
     ContextTooLong,
-    MethodNotAllowed,
     NotFound,
     PreviousResponseNotFound,
     TooLarge,
@@ -30,13 +29,15 @@ from dragoman.protocols.responses import encoder as wire_encoder
 from dragoman.protocols.responses import server as wire
 from dragoman.protocols.responses.compacted import CompactedEncoding
 from dragoman.protocols.responses.items import PREFIX
+from dragoman.protocols.responses.websocket import parse_create
 from dragoman.server.app import App
 from dragoman.server.auth.callers import SavedCaller
 from dragoman.server.background import BackgroundRequest
-from dragoman.server.base_app import RESPONSES_PATH, BaseApp, upgrade_required
+from dragoman.server.base_app import BaseApp
 from dragoman.server.handlers.generation import reply_to
 from dragoman.server.handlers.stored_responses import send_events
 from dragoman.server.handlers.tokens import count_prompt
+from dragoman.server.handlers.websocket import warm_up
 from dragoman.server.http.bodies import run_in_body_thread
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.response_recorder import MANY_ITEMS, ResponseRecorder
@@ -46,10 +47,13 @@ STRICT = b"x-dragoman-strict"
 
 
 async def create(app: BaseApp, exchange: HttpExchange) -> None:
-    body = await exchange.read_body(app.settings.limits, wire.parse)
+    parse = wire.parse if exchange.memory is None else parse_create
+    body = await exchange.read_body(app.settings.limits, parse)
     response_request = await _read_request(app, exchange, body)
     try:
-        if response_request.context.is_background and exchange.job is None:
+        if not body.generates:
+            await warm_up(app, exchange, response_request)
+        elif response_request.context.is_background and exchange.job is None:
             await _start_background(app, exchange, body, response_request)
         else:
             await _generate(app, exchange, response_request)
@@ -78,7 +82,7 @@ async def _generate(app: BaseApp, exchange: HttpExchange, response_request: wire
             raise NotFound("the response was cancelled or deleted")
         queued = stored.created
     encoding = wire_encoder.ResponseEncoding(context, time.time, queued)
-    if not context.should_store and context.conversation is None:
+    if not context.should_store and context.conversation is None and exchange.memory is None:
         await reply_to(app, exchange, request, encoding)
         return
     if context.must_store:
@@ -128,7 +132,7 @@ async def count(app: App, exchange: HttpExchange) -> None:
 async def _read_request(
     app: BaseApp, exchange: HttpExchange, body: wire.ParsedRequest, compacts: bool = False
 ) -> wire.ResponseRequest:
-    earlier = await _read_history(app, exchange.record.principal, body)
+    earlier = await _read_history(app, exchange, body)
     referenced = await app.responses.items(exchange.record.principal, body.references)
     # An item that is referenced several times counts each time.
     exchange.weight += sum(len(referenced[item]) for item in body.references if item in referenced)
@@ -142,8 +146,9 @@ async def _read_request(
     return await run_in_body_thread(decode) if is_large else decode()
 
 
-async def _read_history(app: BaseApp, principal: str, body: wire.ParsedRequest) -> tuple[StoredItem, ...]:
+async def _read_history(app: BaseApp, exchange: HttpExchange, body: wire.ParsedRequest) -> tuple[StoredItem, ...]:
     """The stored items that the request continues."""
+    principal = exchange.record.principal
     previous, conversation = body.fields.previous_response_id, body.conversation
     if conversation is not None:
         items = await app.responses.conversation_items(principal, conversation)
@@ -152,6 +157,8 @@ async def _read_history(app: BaseApp, principal: str, body: wire.ParsedRequest) 
         return items
     if previous is None:
         return ()
+    if exchange.memory is not None and (remembered := exchange.memory.find(principal, previous)) is not None:
+        return remembered
     found = await app.responses.find_items(principal, previous)
     if found is None:
         message = f"previous_response_id: response {quote(previous)} is not stored; send the whole conversation"
@@ -167,12 +174,3 @@ def _decode(
 ) -> wire.ResponseRequest:
     referenced = {item: msgspec.json.decode(encoded) for item, encoded in stored.items()}
     return wire.decode(body, [msgspec.json.decode(item.body) for item in earlier], referenced, compacts)
-
-
-async def no_websocket(app: App, exchange: HttpExchange) -> None:
-    """Refuse a WebSocket with 426; clients then use HTTP."""
-    if exchange.headers.get(b"upgrade", b"").lower() != b"websocket":
-        exchange.response.extra_headers.append((b"allow", b"POST"))
-        raise MethodNotAllowed(f"{RESPONSES_PATH} takes POST, not {exchange.method}")
-    exchange.response.extra_headers.append((b"upgrade", b"HTTP/1.1"))
-    raise upgrade_required(RESPONSES_PATH)

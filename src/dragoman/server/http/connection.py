@@ -9,7 +9,8 @@ Rules
    aborted.
 3. The time for a head runs while no request is being answered. Empty lines before a request do not stop it.
 4. A client that reads nothing for `write_seconds` while output is waiting is disconnected.
-5. An `Upgrade` is ignored: the request is served as HTTP (see `http1`).
+5. A request that opens a WebSocket goes to the app as one. If the app accepts it, a `WebSocketConnection` gets the
+   transport. Any other `Upgrade` is ignored: the request is served as HTTP (see `http1`).
 6. Whole replies and pieces of a stream, the most frequent writes, are synchronous calls (see `response`).
 7. If a response is written before the request's body is complete, a small rest of the body is read and discarded, and
    the connection is kept. With a larger rest the connection lingers: up to `LINGER_BYTES` are read and discarded within
@@ -27,7 +28,7 @@ from typing import cast
 import msgspec
 
 from dragoman.config.settings import Limits
-from dragoman.core.errors import DragomanError, RequestTimeout
+from dragoman.core.errors import DragomanError, RequestTimeout, UpgradeRequired
 from dragoman.core.ids import new_id
 from dragoman.protocols.registry import family
 from dragoman.protocols.wire_protocol import Family
@@ -43,7 +44,10 @@ from dragoman.server.http.response import (
     Response,
     Scope,
     Send,
+    UnreadOutput,
 )
+from dragoman.server.http.websocket import ServerConnection, WebSocketRequest
+from dragoman.server.http.websocket_handshake import REFUSAL_LINES, opens_websocket, read_key
 from dragoman.server.telemetry.metrics import RequestRecord
 from dragoman.server.telemetry.recorder import Recorder
 
@@ -65,13 +69,14 @@ class ServerState:
     telemetry: Recorder
     keep_alive_seconds: float = 75.0
     default_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-    connections: set["HttpConnection"] = field(default_factory=set)
+    connections: set[ServerConnection] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class HttpConnection(asyncio.Protocol):
     transport: asyncio.Transport
     buffer: ReadBuffer
+    output: UnreadOutput
     _head: RequestHead | None = None
     _body: FixedBody | ChunkedBody | None = None
     _response: Response | None = None
@@ -82,16 +87,11 @@ class HttpConnection(asyncio.Protocol):
     """When the head must have arrived, and when the connection is closed or aborted."""
     _is_head_late = False
     _received_at = 0.0
-    _unread = 0
-    _read_at = 0.0
-    """When the client has read last, while output is waiting."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._limits = state.limits
         self._loop = asyncio.get_running_loop()
-        self.writable = asyncio.Event()
-        self.writable.set()
 
     @property
     def default_headers(self) -> HeaderLines:
@@ -101,6 +101,7 @@ class HttpConnection(asyncio.Protocol):
         self.transport = transport = cast("asyncio.Transport", transport)
         self._state.connections.add(self)
         self.buffer = ReadBuffer(transport)
+        self.output = UnreadOutput(transport)
         self._head_due = self._loop.time() + self._limits.body_seconds
         self._addresses = {
             "scheme": "https" if transport.get_extra_info("sslcontext") else "http",
@@ -115,7 +116,7 @@ class HttpConnection(asyncio.Protocol):
             self._response.disconnect()
             # The response refers to this object: without this, it would be a cycle.
             self._response = None
-        self.writable.set()
+        self.output.resume()
 
     def shutdown(self) -> None:
         """Close the connection, after its response if one is being sent."""
@@ -133,12 +134,8 @@ class HttpConnection(asyncio.Protocol):
         transport, response = self.transport, self._response
         is_idle = response is not None and response.response_complete and self._head is None
         self.buffer.check_disconnect()
-        if not self.writable.is_set():
-            # Nothing is written meanwhile, so a smaller buffer means that the client has read.
-            unread = transport.get_write_buffer_size()
-            if unread < self._unread:
-                self._unread, self._read_at = unread, now
-            elif now - self._read_at >= self._limits.write_seconds:
+        if not self.output.is_writable.is_set():
+            if self.output.is_stuck(now, self._limits.write_seconds):
                 transport.abort()
         elif now >= self._abort_due and transport.is_closing() and not transport.get_write_buffer_size():
             transport.abort()
@@ -205,7 +202,8 @@ class HttpConnection(asyncio.Protocol):
         path, raw_path, query, host = parse_target(head.url)
         if host is not None:
             head.headers = [(name, host if name == b"host" else value) for name, value in head.headers]
-        scope = {
+        key = read_key(head) if opens_websocket(head) else None
+        scope: Scope = {
             "type": "http",
             "asgi": ASGI,
             "http_version": head.version,
@@ -228,7 +226,8 @@ class HttpConnection(asyncio.Protocol):
         else:
             response.more_body = False
             response.arrival.set()
-        response.task = task = self._loop.create_task(self._answer(response))
+        answer = response if key is None else WebSocketRequest(response, key, self, self._limits)
+        response.task = task = self._loop.create_task(self._answer(response, answer))
         self._state.tasks.add(task)
 
     def _feed_body(self, body: FixedBody | ChunkedBody, data: bytes) -> bytes:
@@ -258,16 +257,26 @@ class HttpConnection(asyncio.Protocol):
 
     # Answering
 
-    async def _answer(self, response: Response) -> None:
+    async def _answer(self, response: Response, answer: Response | WebSocketRequest) -> None:
         """Run the app. It handles its own errors; a request that it leaves unanswered gets a plain 500."""
         try:
-            await self._state.app(response.scope, response.receive, response.send)
+            await self._state.app(answer.scope, answer.receive, answer.send)
         except BaseException:
             log.exception("a request was not answered")
-        if not (response.response_complete or response.disconnected):
-            response.give_up()
+        answer.end()
         # Not as a callback of the task: that costs every request one more call from the event loop.
         self._state.tasks.discard(response.task)
+
+    def detach(self) -> bytes:
+        """Leave the transport to a WebSocket. Returns what has arrived after the request."""
+        self._state.connections.discard(self)
+        data, self.buffer.data, self._response = self.buffer.data, b"", None
+        self.buffer.resume()
+        return data
+
+    @property
+    def connections(self) -> set[ServerConnection]:
+        return self._state.connections
 
     def response(self, scope: Scope) -> Response | None:
         response = self._response
@@ -339,11 +348,10 @@ class HttpConnection(asyncio.Protocol):
         self._linger()
 
     def pause_writing(self) -> None:
-        self.writable.clear()
-        self._unread, self._read_at = self.transport.get_write_buffer_size(), self._loop.time()
+        self.output.pause(self._loop.time())
 
     def resume_writing(self) -> None:
-        self.writable.set()
+        self.output.resume()
 
 
 def _address(name: object) -> tuple[str, int] | None:
@@ -368,6 +376,7 @@ def _encode_refusal(error: DragomanError, request_id: str, error_family: Family)
         "content-type: application/json",
         f"x-request-id: {request_id}",
         *(() if id_header is None else (f"{id_header.decode()}: {request_id}",)),
+        *(REFUSAL_LINES if isinstance(error, UpgradeRequired) else ()),
         f"content-length: {len(body)}",
         "connection: close",
     )

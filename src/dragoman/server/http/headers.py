@@ -90,11 +90,11 @@ class CorsPolicy:
         origin = headers.get(b"origin")
         return origin is not None and (self._any or origin.lower() in self._known)
 
-    def allows_form(self, headers: Headers) -> bool:
-        """Whether a form may be accepted. A page of another origin can send one without a preflight, but not with a
-        key."""
+    def allows_page(self, headers: Headers) -> bool:
+        """Whether a form or a WebSocket may be accepted. A page of another origin can send a form and open a WebSocket
+        without a preflight, but not with a key."""
         origin, host = headers.get(b"origin"), headers.get(b"host")
-        has_key = b"authorization" in headers or b"x-api-key" in headers
+        has_key = headers.get(b"authorization", b"")[:7].lower() == b"bearer " or b"x-api-key" in headers
         return origin is None or has_key or self.allows(headers) or origin.partition(b"://")[2] == host
 
     def reply_headers(self, headers: Headers) -> RawHeaders:

@@ -88,20 +88,52 @@ class ReadBuffer:
 
     def check_disconnect(self) -> None:
         """Poll the socket: while reading is paused, asyncio does not report a disconnect."""
-        if self._is_paused and len(self.data) > READ_AHEAD and self._polls(DISCONNECTED):
+        if self._is_paused and len(self.data) > READ_AHEAD and poll_socket(self._transport, DISCONNECTED):
             self._transport.abort()
 
     @property
     def has_unread(self) -> bool:
         """Whether bytes have arrived that the event loop has not read yet, because it is busy."""
-        return self._polls(select.POLLIN)
+        return poll_socket(self._transport, select.POLLIN)
 
-    def _polls(self, events: int) -> bool:
-        if self._transport.is_closing():
+
+def poll_socket(transport: asyncio.Transport, events: int) -> bool:
+    """Whether one of these events of the socket is pending, such as a disconnect while reading is paused."""
+    if transport.is_closing():
+        return False
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), events)
+    return bool(poll.poll(0))
+
+
+class UnreadOutput:
+    """Output that waits for a client, and when the client has read last."""
+
+    _size = 0
+    _read_at = 0.0
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.is_writable = asyncio.Event()
+        """Cleared while the client does not read."""
+        self.is_writable.set()
+
+    def pause(self, now: float) -> None:
+        self.is_writable.clear()
+        self._size, self._read_at = self._transport.get_write_buffer_size(), now
+
+    def resume(self) -> None:
+        self.is_writable.set()
+
+    def is_stuck(self, now: float, seconds: float) -> bool:
+        """Whether the client has read nothing for this long. Call it regularly."""
+        if self.is_writable.is_set():
             return False
-        poll = select.poll()
-        poll.register(self._transport.get_extra_info("socket").fileno(), events)
-        return bool(poll.poll(0))
+        # Nothing is written meanwhile, so a smaller buffer means that the client has read.
+        size = self._transport.get_write_buffer_size()
+        if size < self._size:
+            self._size, self._read_at = size, now
+        return now - self._read_at >= seconds
 
 
 class ResponseConnection(Protocol):
@@ -109,8 +141,7 @@ class ResponseConnection(Protocol):
 
     transport: asyncio.Transport
     buffer: ReadBuffer
-    writable: asyncio.Event
-    """Cleared while the client does not read."""
+    output: UnreadOutput
 
     @property
     def default_headers(self) -> HeaderLines: ...
@@ -149,8 +180,10 @@ class Response:
             self.disconnected = True
             self.arrival.set()
 
-    def give_up(self) -> None:
-        """Close the connection because the app has ended without a complete response."""
+    def end(self) -> None:
+        """The app has ended. Without a complete response the connection is closed."""
+        if self.response_complete or self.disconnected:
+            return
         if not self.response_started:
             body = b"Internal Server Error"
             self.reply(500, [(b"content-type", b"text/plain"), (b"content-length", b"%d" % len(body))], body)
@@ -183,8 +216,8 @@ class Response:
         return body
 
     async def send(self, message: Message) -> None:
-        if not self.disconnected and not self._connection.writable.is_set():
-            await self._connection.writable.wait()
+        if not self.disconnected and not self._connection.output.is_writable.is_set():
+            await self._connection.output.is_writable.wait()
         if self.disconnected or self.response_complete:
             return
         if message["type"] == "http.response.start":
@@ -194,7 +227,7 @@ class Response:
 
     def reply(self, status: int, headers: HeaderLines, body: bytes) -> bool:
         """Write a whole response; False if it would have to wait."""
-        if self.disconnected or not self._connection.writable.is_set():
+        if self.disconnected or not self._connection.output.is_writable.is_set():
             return False
         self._begin(status, headers)
         self._continue(body, more=False)
@@ -202,7 +235,7 @@ class Response:
 
     def write(self, data: bytes) -> bool:
         """Write a piece of a started stream; False if it would have to wait."""
-        if self.disconnected or not self._is_chunked or not self._connection.writable.is_set():
+        if self.disconnected or not self._is_chunked or not self._connection.output.is_writable.is_set():
             return False
         self._put(CHUNK % (len(data), data))
         return True

@@ -71,9 +71,10 @@ class HttpServer:
         await stopping.wait()
 
     def _check(self, seconds: float) -> None:
-        """Check all connections and update the `Date` header, now and then at this interval."""
+        """Check all connections, and set the limits of new ones and the `Date` header: now, and at this interval."""
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(seconds, self._check, seconds)
+        self.state.limits = self._app.settings.limits
         self.state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
         now = loop.time()
         for connection in list(self.state.connections):

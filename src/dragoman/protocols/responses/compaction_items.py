@@ -7,8 +7,8 @@
 Rules
 1. A trigger, and a request to `/v1/responses/compact`, are answered with one compaction item and nothing else.
 2. A setting compacts the conversation above the threshold. The reply begins with the compaction item.
-3. An item whose content cannot be opened is an error. If it were skipped, the model would not know the conversation,
-   and nobody would notice.
+3. An item whose content cannot be opened is an error. If it were skipped, the model would answer without knowing the
+   conversation.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,7 +48,7 @@ class SealedCompaction(msgspec.Struct, frozen=True):
     pending: NonNegative
 
 
-class CompactionSetting(msgspec.Struct, frozen=True):
+class CompactionEntry(msgspec.Struct, frozen=True):
     type: Literal["compaction"]
     compact_threshold: Count | None = None
 
@@ -120,7 +120,7 @@ def take_trigger(sent: Sequence[LocatedItem]) -> tuple[list[LocatedItem], str | 
 def decode_setting(settings: Sequence[Any], asked: list[Asked]) -> tuple[Compact, ...]:
     for at, setting in enumerate(settings):
         path = f"{SETTING}[{at}]"
-        decoded = json_body.convert(setting, CompactionSetting, path)
+        decoded = json_body.convert(setting, CompactionEntry, path)
         if at:
             raise BadRequest(f"{path}: only one compaction is allowed", param=path)
         asked.append(Asked(Feature.COUNT_TOKENS, path))

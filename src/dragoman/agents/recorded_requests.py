@@ -1,6 +1,6 @@
 """Recorded requests of coding agents, with their real size and structure. `dragoman probe` asks with them.
 
-    recordings/NAME.json := {"version", "first_turn", "request"}
+    recorded/NAME.json := {"version", "first_turn", "request"}
 
 `request` is the body of the second request of a session: the model has called a tool, and gets its result. The first
 request has only the first `first_turn` messages or items, and is otherwise the same. Prompt texts are those of the
@@ -30,7 +30,7 @@ FILLER = (
 )
 
 
-class Recording(msgspec.Struct, frozen=True):
+class AgentRequests(msgspec.Struct, frozen=True):
     """Two consecutive requests of an agent. `version` is that of the agent."""
 
     version: str
@@ -38,26 +38,26 @@ class Recording(msgspec.Struct, frozen=True):
     second: GenerationRequest
 
 
-class RecordingFile(msgspec.Struct, frozen=True):
+class RecordedFile(msgspec.Struct, frozen=True):
     version: str
     first_turn: int
     request: dict[str, Any]
 
 
-def has_recording(agent: Agent) -> bool:
+def has_recorded_requests(agent: Agent) -> bool:
     return _file(agent).is_file()
 
 
-def read_recording(agent: Agent) -> Recording:
-    file = msgspec.json.decode(_file(agent).read_bytes(), type=RecordingFile)
+def read_recorded_requests(agent: Agent) -> AgentRequests:
+    file = msgspec.json.decode(_file(agent).read_bytes(), type=RecordedFile)
     body = {"model": agent.name, **_fill(file.request)}
     turns = "input" if agent.protocol == "responses" else "messages"
     first = body | {turns: body[turns][: file.first_turn]}
-    return Recording(file.version, _decode(agent, first), _decode(agent, body))
+    return AgentRequests(file.version, _decode(agent, first), _decode(agent, body))
 
 
 def _file(agent: Agent) -> Traversable:
-    return files("dragoman.agents") / "recordings" / f"{agent.name}.json"
+    return files("dragoman.agents") / "recorded" / f"{agent.name}.json"
 
 
 def _decode(agent: Agent, body: dict[str, Any]) -> GenerationRequest:
