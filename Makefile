@@ -9,8 +9,12 @@ AUDIT := .venv-audit
 VLLM_VERSION ?= >=0.27,<0.33
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CHECKOUT := --no-deps --no-build-isolation --editable .
-LOCK := $(VENV)/lock/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
-	--generate-hashes --no-header --no-annotate
+UV_LOCK := $(VENV)/lock/bin/uv pip compile --quiet --upgrade --universal --no-header --no-annotate
+LOCK := $(UV_LOCK) --python-version 3.11 --generate-hashes
+CLIENT_LOCKS := $(wildcard clients/python/*.lock)
+CLIENT_UV := $(CLIENTS)/uv/bin/uv --quiet --cache-dir $(CLIENTS)/cache
+# uv finds Python, or downloads it. It does not see the versions of pyenv that are not active.
+CLIENT_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) 3.12)
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-vllm test-ray lint bench soak faults fairness fuzz clients audit lock clean
@@ -75,6 +79,9 @@ lock: ## resolve the lock files anew, for every Python and system that is suppor
 	@$(VENV)/lock/bin/python -m pip --disable-pip-version-check --quiet install uv
 	@$(LOCK) --extra dev pyproject.toml --output-file requirements-dev.lock
 	@printf 'hatchling\neditables\n' | $(LOCK) --constraint requirements-dev.lock pyproject.toml - --output-file requirements.lock
+	@for lock in $(CLIENT_LOCKS); do \
+		$(UV_LOCK) --python-version 3.12 $${lock%.lock}.in --output-file $$lock || exit 1; \
+	done
 
 clean: ## remove .venv and everything else that was made here
 	@rm -rf $(VENV) $(VLLM) $(RAY) $(AUDIT) $(CLIENTS) dist .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
@@ -122,13 +129,21 @@ $(AUDIT)/.installed:
 	@$(AUDIT)/bin/python -m pip --disable-pip-version-check --quiet install --upgrade 'pip-audit>=2.7,<3' 'cyclonedx-bom>=7,<8'
 	@touch $@
 
-$(CLIENTS)/.installed: clients/package.json clients/package-lock.json
+# The npm packages bring a Node of their own. Each Python agent wants its own versions of the same packages.
+$(CLIENTS)/.installed: clients/package.json clients/package-lock.json $(CLIENT_LOCKS)
 	@command -v node >/dev/null && command -v npm >/dev/null || \
 		{ echo "node (20 or newer) and npm are needed on the PATH" >&2; exit 1; }
 	@node -e 'process.exit(Number(process.versions.node.split(".")[0]) < 20 ? 1 : 0)' || \
 		{ echo "node 20 or newer is needed; this is $$(node --version)" >&2; exit 1; }
-	@echo "installing into $(CLIENTS) the clients, 1.2 GB ..."
+	@echo "installing into $(CLIENTS) the clients, 4.4 GB ..."
 	@mkdir -p $(CLIENTS)
-	@cp $^ $(CLIENTS)
+	@cp clients/package.json clients/package-lock.json $(CLIENTS)
 	@cd $(CLIENTS) && npm install --loglevel=error --no-fund --no-audit
+	@$(PYTHON) -m venv $(CLIENTS)/uv
+	@$(CLIENTS)/uv/bin/python -m pip --disable-pip-version-check --quiet install uv
+	@for lock in $(CLIENT_LOCKS); do \
+		folder=$(CLIENTS)/python/$$(basename $$lock .lock) && \
+		$(CLIENT_UV) venv --clear --python $(CLIENT_PYTHON) $$folder && \
+		$(CLIENT_UV) pip install --python $$folder --requirement $$lock || exit 1; \
+	done
 	@touch $@

@@ -245,6 +245,17 @@ def test_script_tells_conversations_with_the_same_last_message_apart(
     assert replies[2] == {"match": r"^other\Z", "output": "Other."}
 
 
+def test_script_tells_a_message_apart_from_one_that_others_follow(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def turn(*texts: str) -> dict[str, Any]:
+        return {"request": {"model": "new", "messages": [{"role": "user", "content": text} for text in texts]}}
+
+    file = recording(tmp_path, exchange("One.", **turn("a")), exchange("Two.", **turn("a", "b")))
+    replies = script_of(file, capsys)
+    assert [(entry["output"], "conversation" in entry) for entry in replies] == [("One.", True), ("Two.", False)]
+
+
 def test_script_plays_different_replies_of_one_conversation_in_turn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

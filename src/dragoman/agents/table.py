@@ -273,7 +273,7 @@ PI = Agent(
     install="npm install -g @earendil-works/pi-coding-agent",
     protocol="chat",
     context=16_384,
-    environment={"DRAGOMAN_API_KEY": "$key"},
+    environment={},
     arguments=("--extension", "$dir/dragoman.mjs", "--provider", "dragoman", "--model", "$model"),
     files={
         "dragoman.mjs": (
@@ -281,7 +281,7 @@ PI = Agent(
             {
                 "name": "Dragoman",
                 "baseUrl": "$api",
-                "apiKey": "DRAGOMAN_API_KEY",
+                "apiKey": "$key",
                 "api": "openai-completions",
                 "models": [
                     {

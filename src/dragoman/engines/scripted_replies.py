@@ -5,16 +5,18 @@
            | error                            after some tokens of the reply, or at once
 
 Rules
-1. A request gets the first reply whose conditions hold: `match` is found in the text of the last user or tool message,
-   `conversation` is the digest of the conversation, and the reply has been played less than `times` times.
-2. The digest covers all messages except those of the system, without reasoning and without the ids of calls.
-3. Calls are played only if the request offers tools, and reasoning only if the request does not turn it off.
+1. A request gets the first reply whose conditions hold: `match` is found in a user or tool message of the turn, `seen`
+   in any message, `conversation` is the digest of the conversation, and it has been played less than `times` times.
+2. The turn is what came after the last reply: agents add reminders after the results of their tools.
+3. The digest covers all messages except those of the system, without reasoning and without the ids of calls.
+4. Calls are played only if the request offers tools, and reasoning only if the request does not turn it off.
 """
 
 import hashlib
 import re
 import secrets
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Annotated, Any
 
 import msgspec
@@ -76,7 +78,7 @@ class ScriptedError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ScriptedReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output: str | None = None
     match: str | None = None
-    """A regular expression."""
+    seen: str | None = None
     conversation: str | None = None
     """As `conversation_digest` returns it."""
     times: Count | None = None
@@ -94,10 +96,11 @@ class ScriptedReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.output is None and not self.has_parts and self.error is None:
             raise ValueError("output is missing; give output, reasoning, calls or error")
-        try:
-            re.compile(self.match or "")
-        except re.error as error:
-            raise ValueError(f"match is not a regular expression: {self.match!r} ({error})") from error
+        for name, pattern in (("match", self.match), ("seen", self.seen)):
+            try:
+                re.compile(pattern or "")
+            except re.error as error:
+                raise ValueError(f"{name} is not a regular expression: {pattern!r} ({error})") from error
 
     @property
     def has_parts(self) -> bool:
@@ -123,9 +126,11 @@ class Script:
         return [reply for (_, reply), played in zip(self._replies, self._played, strict=True) if not played]
 
     def choose(self, request: GenerationRequest) -> ScriptedReply | None:
-        text, digest = request.last_user_text, None
+        turn, digest = turn_texts(request), None
         for at, (pattern, reply) in enumerate(self._replies):
-            if (reply.times is not None and self._played[at] >= reply.times) or not pattern.search(text):
+            if reply.times is not None and self._played[at] >= reply.times:
+                continue
+            if not any(map(pattern.search, turn)) or not _has_seen(request, reply.seen):
                 continue
             if reply.conversation is not None:
                 digest = digest or conversation_digest(request)
@@ -134,6 +139,16 @@ class Script:
             self._played[at] += 1
             return reply
         return None
+
+
+def turn_texts(request: GenerationRequest) -> Sequence[str]:
+    """The user and tool messages after the last reply, the last one first, or the prompt of a completion."""
+    turn = takewhile(lambda message: message.role != "assistant", reversed(request.messages))
+    return [message.text for message in turn if message.role in ("user", "tool")] or [request.last_user_text]
+
+
+def _has_seen(request: GenerationRequest, pattern: str | None) -> bool:
+    return pattern is None or any(re.search(pattern, message.text) for message in request.messages)
 
 
 def conversation_digest(request: GenerationRequest) -> str:

@@ -1,7 +1,7 @@
 """Makes a configuration of the scripted engine from a recording: served, it answers the same requests in the same way.
 
     match          the text of the last user or tool message
-    conversation   if other conversations with the same last message had other replies, or if that message is long
+    conversation   if other conversations with this message had other replies, or if the message is long
     times          if the same conversation had several replies; they are played in the order of the recording
 
 Rules
@@ -23,7 +23,7 @@ import yaml
 from dragoman.config.model_spec import MODEL_NAME
 from dragoman.core.errors import DECODE_ERRORS, BadRequest, DragomanError
 from dragoman.core.request import GenerationRequest, Reasoning, Text, ToolCall
-from dragoman.engines.scripted_replies import conversation_digest
+from dragoman.engines.scripted_replies import conversation_digest, turn_texts
 from dragoman.protocols.registry import PROTOCOLS
 from dragoman.protocols.reply_fields import list_of, object_of, text_of
 from dragoman.protocols.responses import items, tools
@@ -53,7 +53,8 @@ Item = dict[str, Any]
 class ScriptedExchange(msgspec.Struct, frozen=True):
     """A request for one choice, and its reply in the form of the configuration."""
 
-    text: str
+    turn: Sequence[str]
+    """The messages after the last reply, the last one first."""
     digest: str
     reply: dict[str, Any]
 
@@ -135,7 +136,7 @@ class ScriptBuilder:
             prompts = request.prompts[at // per_prompt : at // per_prompt + 1]
             asked = msgspec.structs.replace(request, prompts=prompts)
             entry = ScriptedExchange(
-                asked.last_user_text, conversation_digest(asked), _encode_reply(asked, choice, tokens)
+                turn_texts(asked), conversation_digest(asked), _encode_reply(asked, choice, tokens)
             )
             self._models[name].append(entry)
 
@@ -189,14 +190,16 @@ def _join(entries: Sequence[ScriptedExchange]) -> list[dict[str, Any]]:
     """The replies of one model, with conditions that tell their requests apart."""
     by_text: defaultdict[str, list[ScriptedExchange]] = defaultdict(list)
     for entry in entries:
-        by_text[entry.text].append(entry)
+        by_text[entry.turn[0]].append(entry)
+    earlier = {text for entry in entries for text in entry.turn[1:]}
     replies: list[dict[str, Any]] = []
     for text, alike in by_text.items():
         by_digest: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
         for entry in alike:
             by_digest[entry.digest].append(entry.reply)
         has_one_reply = all(entry.reply == alike[0].reply for entry in alike)
-        is_enough = bool(text) and len(text) <= MAX_MATCH and (has_one_reply or len(by_digest) == 1)
+        is_clear = bool(text) and len(text) <= MAX_MATCH and text not in earlier
+        is_enough = is_clear and (has_one_reply or len(by_digest) == 1)
         for digest, played in list(by_digest.items())[: 1 if is_enough and has_one_reply else None]:
             condition = _match(text) | ({} if is_enough else {"conversation": digest})
             replies += _in_turn(condition, played)

@@ -6,8 +6,8 @@
     error(429, retry_after=1)                     the protocol's own error
     reply("It is sunny.", cut_after=2)            the connection breaks after two tokens
 
-Each reply is played once, in order. With `match` it waits for a request whose last user or tool message has a match of
-this regular expression; `times` is how often it is played, None for always.
+Each reply is played once, in order. With `match` it waits for a request with a match of this regular expression in a
+user or tool message after the last reply, with `seen` in any message; `times` is how often it is played, None: always.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,6 +35,7 @@ def reply(
     calls: Sequence[ScriptedCall] = (),
     json: Any = msgspec.UNSET,
     match: str | None = None,
+    seen: str | None = None,
     times: int | None = 1,
     delay: float = 0,
     finish: FinishReason | None = None,
@@ -58,6 +59,7 @@ def reply(
         reasoning=reasoning,
         calls=tuple(calls),
         match=match,
+        seen=seen,
         times=times,
         delay=delay,
         finish=finish,
@@ -74,6 +76,7 @@ def error(
     text: str | None = None,
     after: int = 0,
     match: str | None = None,
+    seen: str | None = None,
     times: int | None = 1,
     delay: float = 0,
 ) -> PlannedReply:
@@ -83,7 +86,7 @@ def error(
         scripted_error = ScriptedError(**kind, message=message, retry_after=retry_after, after=after)
     except ValueError as mistake:
         raise ConfigError(str(mistake)) from mistake
-    return PlannedReply(_build(output=text, error=scripted_error, match=match, times=times, delay=delay))
+    return PlannedReply(_build(output=text, error=scripted_error, match=match, seen=seen, times=times, delay=delay))
 
 
 def call(name: str, arguments: Mapping[str, Any] | str | None = None, /, **fields: Any) -> ScriptedCall:
