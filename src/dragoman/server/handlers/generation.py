@@ -148,7 +148,7 @@ class _Generation:
             prompt_tokens = partial(estimate_prompt_tokens, request, exchange.weight)
             exchange.meter = Meter(record, app.telemetry.metrics.for_model(info.label), timer.started, prompt_tokens)
             if self._tools is not None:
-                await self._tools.prepare()
+                await self._tools.list_tools()
                 request = self._tools.complete(request)
             engine = await lease.start()
             record.queue_us = lease.queue_us
