@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from dragoman import Hooks, create_app
-from dragoman.core.errors import EngineDied, InvalidSchema
+from dragoman.core.errors import EngineDied, InvalidSchema, PermissionDenied
 from dragoman.core.events import (
     Event,
     Finished,
@@ -261,6 +261,10 @@ def test_hooks_see_one_generation() -> None:
     assert tokens.count("ToolOutput") == 3
 
 
+def refuse(request: GenerationRequest) -> None:
+    raise PermissionDenied(f"no {request.approved_calls[0].name} here")
+
+
 def test_approved_call_runs_before_the_model() -> None:
     request = {
         "type": "mcp_approval_request",
@@ -271,7 +275,10 @@ def test_approved_call_runs_before_the_model() -> None:
     }
     answer = {"type": "mcp_approval_response", "approval_request_id": "mcpr_1", "approve": True}
     servers, model = Servers(), Model(replies=[ScriptedReply("ok")])
-    response = post(model, servers=servers, input=[{"role": "user", "content": "x"}, request, answer])
+    asked = [{"role": "user", "content": "x"}, request, answer]
+    refused_by_hook = post(model, servers=servers, hooks=Hooks(on_request=refuse), input=asked)
+    assert (refused_by_hook["error"]["message"], servers.calls) == ("no two here", [])
+    response = post(model, servers=servers, input=asked)
     assert servers.calls == [("s", "two", '{"a":1}')]
     made = next(item for item in response["output"] if item["type"] == "mcp_call")
     assert (made["approval_request_id"], made["output"]) == ("mcpr_1", "second result")

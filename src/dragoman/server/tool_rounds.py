@@ -20,6 +20,7 @@ Rules
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -33,6 +34,7 @@ from dragoman.server.request_timer import RequestTimer
 from dragoman.server.tool_session import ToolSession, as_result
 
 GenerateRound = Callable[[GenerationRequest, OnEvents], Coroutine[None, None, None]]
+T = TypeVar("T")
 CUT_OFF = ("length", "content_filter")
 RELAXED = "the schemas of the tools of MCP servers are not enforced: {}"
 
@@ -62,6 +64,9 @@ class ToolRounds:
 
     async def run(self, request: GenerationRequest, deliver: OnEvents) -> None:
         """Run all rounds. `request` is complete: it has the tools as functions."""
+        if request.approved_calls:
+            await self._without_slot(self._session.run_approved())
+            request = self._session.fill_results(request)
         calls_left, rounds_left, has_warned = request.max_tool_calls, self._max_rounds, False
         turn, request = await self._first_turn(request, deliver)
         while True:
@@ -113,17 +118,24 @@ class ToolRounds:
         return turn
 
     async def _run_calls(self, runnable: Sequence[ToolCall], others: Sequence[ToolCall]) -> list[ToolOutput]:
-        """Run calls without a slot of the model, and without the limit for an engine that produces nothing."""
+        functions = self._session.functions
+        outputs: list[ToolOutput] = []
+        if runnable:
+            running = [self._session.call(functions[call.name], call) for call in runnable]
+            outputs += await self._without_slot(asyncio.gather(*running))
+        message = "not run: the limit of calls in one response is reached"
+        return [*outputs, *(ToolOutput(call.id, message, is_error=True) for call in others)]
+
+    async def _without_slot(self, running: Awaitable[T]) -> T:
+        """Wait without a slot of the model, and without the limit for an engine that produces nothing."""
         began = time.monotonic()
         self._slots.release()
         self._timer.note_running(0)
-        functions = self._session.functions
-        outputs = await asyncio.gather(*(self._session.call(functions[call.name], call) for call in runnable))
+        result = await running
         await self._slots.acquire()
         self._timer.note_running(1)
         self.waited += time.monotonic() - began
-        message = "not run: the limit of calls in one response is reached"
-        return [*outputs, *(ToolOutput(call.id, message, is_error=True) for call in others)]
+        return result
 
     def _next_request(self, request: GenerationRequest, added: Sequence[Message]) -> GenerationRequest:
         limit, usage = request.max_tokens, self._ended[-1].usage

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from dragoman.core.errors import BadRequest, quote
-from dragoman.core.events import Event, ToolCallDelta, ToolCallStart, ToolOutput, ToolsListed
+from dragoman.core.events import Event, ToolCallDelta, ToolCallStart, ToolOutput
 from dragoman.core.request import GenerationRequest, Message, Text, Tool, ToolCall, ToolChoice, ToolResult
 from dragoman.core.tool_servers import ANY_OBJECT, ListedTool, ToolServer, digest_name, function_name, usable_schema
 from dragoman.protocols.json_body import parse_text
@@ -41,17 +41,12 @@ class ToolSession:
         self._caller = request_id, principal
         self._tools: list[Tool] = []
         self._results: dict[str, ToolResult] = {}
-        self._is_prepared = False
+        self._is_listed = False
 
-    async def prepare(self) -> None:
-        """List the tools, and run the calls that are approved. Further calls do nothing."""
-        if not self._is_prepared:
-            self.opening += await self.list_tools()
-            self.opening += await self._run_approved()
-            self._is_prepared = True
-
-    async def list_tools(self) -> Sequence[ToolsListed]:
-        """List the tools and offer them. Returns what the servers have listed now."""
+    async def list_tools(self) -> None:
+        """List the tools and offer them. Further calls do nothing."""
+        if self._is_listed:
+            return
         servers = self._request.tool_servers
         wanted = tuple([server.label for server in servers if server.needs_listing])
         plain = [msgspec.structs.replace(server, listed=None) for server in servers]
@@ -63,32 +58,33 @@ class ToolSession:
         for server, known in zip(plain, servers, strict=True):
             listing = listings.get(server.label)
             self._offer(server, (known.listed or ()) if listing is None else listing.tools)
-        return tuple(listings.values())
+        self.opening += listings.values()
+        self._is_listed = True
 
-    async def _run_approved(self) -> Sequence[Event]:
-        events: list[Event] = []
-        approved = self._request.approved_calls
-        outputs = await asyncio.gather(*map(self._call_approved, approved))
-        for call, output in zip(approved, outputs, strict=True):
+    async def run_approved(self) -> None:
+        """Run the approved calls. Further calls do nothing."""
+        calls = [call for call in self._request.approved_calls if call.id not in self._results]
+        outputs = await asyncio.gather(*map(self._call_approved, calls))
+        for call, output in zip(calls, outputs, strict=True):
             start = ToolCallStart(call.id, call.name, call.server, call.approval)
-            events += [start, ToolCallDelta(call.arguments), output]
+            self.opening += [start, ToolCallDelta(call.arguments), output]
             self._results[call.id] = as_result(output)
-        return events
 
     def complete(self, request: GenerationRequest) -> GenerationRequest:
-        """Return the request with the tools as functions, and with the results of approved calls."""
-        messages = tuple([self._fill(message) for message in request.messages])
-        tools = (*request.tools, *self._tools)
-        choice, most = self._resolve_choice(request.tool_choice, tools), request.max_tool_calls
+        """Return the request with the tools of servers as functions."""
+        tools, most = (*request.tools, *self._tools), request.max_tool_calls
         return msgspec.structs.replace(
             request,
-            messages=messages,
             tools=tools,
-            tool_choice=choice,
+            tool_choice=self._resolve_choice(request.tool_choice, tools),
             tool_servers=(),
-            approved_calls=(),
             max_tool_calls=None if most is None else max(0, most - len(request.approved_calls)),
         )
+
+    def fill_results(self, request: GenerationRequest) -> GenerationRequest:
+        """Return the request with the results of approved calls."""
+        messages = tuple([self._fill(message) for message in request.messages])
+        return msgspec.structs.replace(request, messages=messages, approved_calls=())
 
     async def call(self, function: ServerTool, call: ToolCall) -> ToolOutput:
         arguments = call.arguments.strip() or "{}"
@@ -142,7 +138,7 @@ class ToolSession:
 
     def _fill(self, message: Message) -> Message:
         """Return the message with the result of an approved call, if it waits for one."""
-        if not self._results or message.role != "tool":
+        if message.role != "tool":
             return message
         parts = [
             self._results.get(part.call_id, part) if isinstance(part, ToolResult) else part for part in message.parts

@@ -146,7 +146,7 @@ class _Generation:
             else:
                 self._builder = ReplyBuilder()
             if self._tools is not None:
-                await self._tools.prepare()
+                await self._tools.list_tools()
                 request = self._tools.complete(request)
             engine = await lease.start()
             record.queue_us = lease.queue_us
