@@ -80,7 +80,7 @@ class ToolRounds:
                 break
             has_warned = not runnable
             results = [Message("tool", (as_result(output),)) for output in outputs]
-            request = self._next_request(request, (turn.message, *results))
+            request = self._next_request(request.with_reply(turn.message), results)
             if request.max_tokens == 0:
                 self._ended[-1] = msgspec.structs.replace(ended, reason="length")
                 break
