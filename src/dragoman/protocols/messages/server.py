@@ -1,12 +1,8 @@
 """Server side of Anthropic messages: decodes requests. `encoder` encodes the replies.
 
 Rules
-1. `system` comes first; messages with the system role stay where they are.
-2. The blocks of `system` become paragraphs. A billing header in its first line is removed: it changes with every
-   session, so a prompt that starts with it would never be found in a cache.
-3. Tool results become messages of their own, before the rest of their message. Those of MCP servers split it.
-4. The reply continues a last message of the assistant that ends with text or thinking. An empty one is left out. As in
-   Anthropic's API, the text must not end with white space.
+1. `turns` decodes the system prompt and the messages.
+2. As in Anthropic's API, a text that the reply continues must not end with white space.
 """
 
 import math
@@ -24,20 +20,15 @@ from dragoman.core.request import (
     Delivery,
     GenerationRequest,
     JsonSchema,
-    Message,
-    Reasoning,
     Sampling,
-    Summary,
     Text,
     Thinking,
-    ToolResult,
 )
 from dragoman.protocols import json_body, thinking
 from dragoman.protocols.messages import blocks, context, mcp, tools
 from dragoman.protocols.messages.tools import AnthropicToolChoice
+from dragoman.protocols.messages.turns import AnthropicMessage, decode_turns
 from dragoman.protocols.openai import NEUTRAL, Count, Int64, Probability, check_stop
-
-BILLING = "x-anthropic-billing-header:"
 
 
 class AnthropicThinking(msgspec.Struct, frozen=True):
@@ -54,11 +45,6 @@ class OutputFormat(msgspec.Struct, frozen=True):
 class OutputConfig(msgspec.Struct, frozen=True):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
-
-
-class AnthropicMessage(msgspec.Struct, frozen=True):
-    role: Literal["user", "assistant", "system"]
-    content: blocks.Content
 
 
 class MessagesFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +102,7 @@ def decode_count(body: bytes) -> GenerationRequest:
     metadata = parsed.get("metadata")
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
     keep_seconds, keep_at = blocks.decode_cache_control(parsed)
-    messages, continues_last = _messages(fields.system, fields.messages, asked)
+    messages, continues_last = decode_turns(fields.system, fields.messages, asked)
     return GenerationRequest(
         model=fields.model or "",
         messages=messages,
@@ -173,51 +159,6 @@ def _thinking(fields: MessagesFields, parsed: dict[str, Any], asked: list[Asked]
     if fields.thinking is not None and fields.thinking.type == "between_tools":
         asked.append(Asked(Feature.BETWEEN_TOOLS, "thinking.type"))
     return thinking.resolve({name: parsed.get(name) for name in ("thinking", "output_config")}, asked)
-
-
-def _messages(
-    system: blocks.Content | None, messages: list[AnthropicMessage], asked: list[Asked]
-) -> tuple[tuple[Message, ...], bool]:
-    """Return the messages, and whether the reply continues the last one."""
-    decoded = [] if system is None else _system(system, "system", asked)
-    start, first_block = context.find_compaction([message.content for message in messages]) or (0, 0)
-    for at, message in enumerate(messages[start:], start):
-        path = f"messages[{at}].content"
-        if message.role == "system":
-            decoded += _system(message.content, path, asked)
-            continue
-        first = first_block if at == start else 0
-        parts = blocks.decode(message.content, path, asked, blocks.ALLOWED[message.role], first)
-        separate = [Message("user", (part,)) for part in parts if isinstance(part, Summary)]
-        if message.role == "assistant":
-            rest = [part for part in parts if not isinstance(part, Summary)]
-            decoded += separate
-            decoded += mcp.split_turns(rest) if rest or not separate else ()
-            continue
-        separate += [Message("tool", (part,)) for part in parts if isinstance(part, ToolResult)]
-        others = tuple(part for part in parts if not isinstance(part, ToolResult | Summary))
-        decoded += separate
-        if others or not separate:
-            decoded.append(Message(message.role, others))
-    if not messages or not messages[-1].role == "assistant" == decoded[-1].role:
-        return tuple(decoded), False
-    last = decoded[-1]
-    if len(decoded) > 1 and all(part == Text("") for part in last.parts):
-        return tuple(decoded[:-1]), False
-    ending = next((part for part in reversed(last.parts) if part != Text("")), None)
-    continues_last = isinstance(ending, Text | Reasoning) and ending.text != "" and not last.tool_calls
-    if continues_last:
-        asked.append(Asked(Feature.PREFILL, f"messages[{len(messages) - 1}]"))
-    return tuple(decoded), continues_last
-
-
-def _system(content: blocks.Content, path: str, asked: list[Asked]) -> list[Message]:
-    parts = blocks.decode(content, path, asked, blocks.ALLOWED["system"])
-    texts = [part.text for part in parts if isinstance(part, Text)]
-    if texts and texts[0].startswith(BILLING):
-        texts[0] = texts[0].partition("\n")[2]
-    text = "\n\n".join(text for text in texts if text)
-    return [Message("system", (Text(text),))] if text else []
 
 
 def encode_count(tokens: int, original: int | None = None) -> dict[str, Any]:
