@@ -54,12 +54,12 @@ def claude_code() -> Iterator[Client]:
 
 def codex() -> Iterator[Client]:
     arguments = ("exec", "--skip-git-repo-check", "--sandbox", "workspace-write", PROMPT)
-    # Its own provider tries a WebSocket first, and hands over its tools in an item of the input.
+    # Its own provider uses a WebSocket, and hands over its tools in an item of the input.
     built_in = ("codex", "--config", f'openai_base_url="{API}"', *arguments)
     common = ("@openai/codex", "responses", "for-codex")
     replies = script("exec_command", {"cmd": COMMAND})
     yield Client("codex", *common, launch("codex", "for-codex", *arguments), replies)
-    yield Client("codex-built-in", *common, built_in, replies, {"CODEX_API_KEY": KEY})
+    yield Client("codex-built-in", *common, built_in, replies, {"CODEX_API_KEY": KEY}, uses_websocket=True)
 
 
 def opencode() -> Iterator[Client]:
@@ -79,16 +79,29 @@ def copilot() -> Iterator[Client]:
     arguments = ("--prompt", PROMPT, "--allow-all-tools")
     offline = {"COPILOT_OFFLINE": "true"}
     own = offline | {"COPILOT_PROVIDER_API_KEY": KEY, "COPILOT_MODEL": "for-copilot"}
-    variables: Mapping[str, Mapping[str, str]] = {
-        "responses": {"COPILOT_PROVIDER_BASE_URL": API, "COPILOT_PROVIDER_WIRE_API": "responses"},
-        "messages": {"COPILOT_PROVIDER_BASE_URL": URL, "COPILOT_PROVIDER_TYPE": "anthropic"},
+    responses = own | {"COPILOT_PROVIDER_BASE_URL": API, "COPILOT_PROVIDER_WIRE_API": "responses"}
+    variables: Mapping[str, tuple[str, Mapping[str, str]]] = {
+        "copilot-responses": ("responses", responses),
+        "copilot-websocket": ("responses", responses | {"COPILOT_PROVIDER_TRANSPORT": "websockets"}),
+        "copilot-messages": (
+            "messages",
+            own | {"COPILOT_PROVIDER_BASE_URL": URL, "COPILOT_PROVIDER_TYPE": "anthropic"},
+        ),
     }
     replies = _described("bash")
     command = launch("copilot", "for-copilot", *arguments)
     yield Client("copilot-chat", "@github/copilot", "chat", "for-copilot", command, replies, offline)
-    for api, chosen in variables.items():
-        command = ("copilot", *arguments)
-        yield Client(f"copilot-{api}", "@github/copilot", api, "for-copilot", command, replies, {**own, **chosen})
+    for name, (api, environment) in variables.items():
+        yield Client(
+            name=name,
+            package="@github/copilot",
+            api=api,
+            model="for-copilot",
+            command=("copilot", *arguments),
+            replies=replies,
+            environment=environment,
+            uses_websocket=name == "copilot-websocket",
+        )
 
 
 def qwen_code() -> Iterator[Client]:

@@ -40,6 +40,7 @@ class Client(NamedTuple):
     """How often the answer is printed: programs ask twice, collected and streamed."""
     refused: frozenset[int] = frozenset()
     """Statuses that it is known to go on from."""
+    uses_websocket: bool = False
     context: int = 200_000
     """Of its model."""
 

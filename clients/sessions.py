@@ -52,7 +52,6 @@ class Session(NamedTuple):
     """The arguments of the next turns."""
     find_id: Callable[[Run], str] | None = None
     """Where a session that chooses its own id shows it."""
-    uses_websocket: bool = False
 
 
 def sessions() -> Iterator[Session]:
@@ -81,14 +80,21 @@ def codex(name: str, command: Sequence[str], compaction: str, environment: Mappi
         *("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access"),
         *("--config", "model_auto_compact_token_limit=9000"),
     )
-    replies = remember("exec_command", "cmd", compaction)
-    command = (*command, *arguments)
     return Session(
-        Client(name, "@openai/codex", "responses", f"for-{name}", command, replies, environment, context=CONTEXT),
+        Client(
+            name=name,
+            package="@openai/codex",
+            api="responses",
+            model=f"for-{name}",
+            command=(*command, *arguments),
+            replies=remember("exec_command", "cmd", compaction),
+            environment=environment,
+            uses_websocket=compaction == BY_SERVER,
+            context=CONTEXT,
+        ),
         first=lambda name: (),
         resume=lambda name: ("resume", name),
         find_id=lambda run: re.findall(r"session id: (\S+)", run.errors)[0],
-        uses_websocket=compaction == BY_SERVER,
     )
 
 
@@ -151,10 +157,7 @@ def _take_turns(session: Session, home: Home, server: Server) -> tuple[str, Run]
     steps = home.work / "steps.txt"
     if not steps.exists() or len(steps.read_text().split()) < STEPS // 2:
         return "the tool did not run in most steps", run
-    answers = server.answers()[before:]
-    if session.uses_websocket != any(status == 101 for status, _ in answers):
-        return "a WebSocket was used" if not session.uses_websocket else "no WebSocket was used", run
-    return find_refusals(answers), run
+    return find_refusals(session.client, server.answers()[before:]), run
 
 
 def _cancel(home: Home, command: Sequence[str], model: str, server: Server) -> Run:

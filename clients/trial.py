@@ -18,8 +18,8 @@ from clients.client import ANSWER, PROOF, URL, Client, Outcome
 from clients.rehearsal import Server
 
 SECONDS = 120
-HARMLESS = frozenset({426, 499})
-"""A WebSocket that is refused, and a request that its client gave up."""
+GIVEN_UP = 499
+UPGRADED = 101
 SHOWN = 2000
 
 
@@ -104,7 +104,7 @@ def find_problem(run: Run, written: str | None, client: Client, answers: Sequenc
         return "the tool did not run" if written is None else f"the tool wrote {written!r}"
     if run.output.count(ANSWER) < client.answers:
         return "the answer was not printed"
-    return find_refusals(answers, client.refused)
+    return find_refusals(client, answers)
 
 
 def find_bad_end(run: Run) -> str:
@@ -113,8 +113,11 @@ def find_bad_end(run: Run) -> str:
     return f"ended with status {run.status}" if run.status else ""
 
 
-def find_refusals(answers: Sequence[tuple[int, str]], expected: frozenset[int] = frozenset()) -> str:
-    refused = {f"{code} {error}" for code, error in answers if error and code not in HARMLESS | expected}
+def find_refusals(client: Client, answers: Sequence[tuple[int, str]]) -> str:
+    if client.uses_websocket != any(status == UPGRADED for status, _ in answers):
+        return "no WebSocket was used" if client.uses_websocket else "a WebSocket was used"
+    expected = {GIVEN_UP, *client.refused}
+    refused = {f"{status} {error}" for status, error in answers if error and status not in expected}
     return f"requests were answered {', '.join(sorted(refused))}" if refused else ""
 
 

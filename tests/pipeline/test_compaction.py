@@ -128,6 +128,21 @@ def texts_of(message: Message) -> list[str]:
     return found + [call.arguments for call in message.tool_calls]
 
 
+@pytest.mark.parametrize("kept", [1, 100])
+def test_message_that_the_reply_continues_stays_at_the_end(kept: int) -> None:
+    begun = said("assistant", "The answer is")
+    history = [said("user", "word " * 200 * kept), said("assistant", "word " * 900), said("user", "So?"), begun]
+    request = asking(*history, continues_last=True, edits=(Compact("input", threshold=100),))
+    engine = Summarizer(4000)
+    compacted, events = edit(engine, request)
+    assert compacted is not None
+    assert compacted.messages[-2:] == (said("user", "So?"), begun)
+    assert compacted.prefill == Text("The answer is")
+    assert compaction_of(events).summary
+    assert not any(asked.continues_last for asked in engine.requests)
+    assert "The answer is" not in engine.prompts[0]
+
+
 @given(
     messages=st.lists(MESSAGES, min_size=1, max_size=12),
     characters=st.integers(500, 3000),
@@ -251,17 +266,6 @@ def test_threshold(threshold: int, context: int | None, is_compacted: bool) -> N
     assert edited is not None
     assert bool(engine.requests) == bool(events) == is_compacted
     assert (edited.messages == CHAT) == (not is_compacted)
-
-
-def test_a_message_that_is_continued_stays_last() -> None:
-    last = said("assistant", "It is")
-    request = asking(*CHAT, last, continues_last=True, edits=(Compact("x", 100),))
-    edited, events = edit(Summarizer(), request)
-    assert edited is not None
-    assert edited.continues_last
-    assert edited.messages[-1] == last
-    assert edited.messages[:-1] == compact_messages(CHAT, "summary 1", 1, 1)
-    assert (compaction_of(events).kept, compaction_of(events).pending) == (1, 1)
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(330, 2), (329, 1), (30, 1), (29, 0)])

@@ -302,3 +302,26 @@ def test_item_references() -> None:
     assert [item["type"] for item in decoded.context.items if "type" in item] == [
         *("message", "function_call", "function_call_output")
     ]
+
+
+@pytest.mark.parametrize(
+    ("earlier", "sent", "is_refused"),
+    [
+        ([HELLO, CALL], [OUTPUT], False),
+        ([HELLO], [CALL, OUTPUT], False),
+        ([HELLO], [OUTPUT], True),
+        ([HELLO, OUTPUT], [OUTPUT], True),
+        ([HELLO], [HELLO, OUTPUT | {"type": "custom_tool_call_output"}], True),
+        ([], [HELLO, OUTPUT], False),
+    ],
+)
+def test_output_without_a_call_in_a_continued_conversation(
+    earlier: list[dict[str, Any]], sent: list[dict[str, Any]], is_refused: bool
+) -> None:
+    parsed = parse(json.dumps({"input": sent, "previous_response_id": "resp_1"}).encode())
+    if not is_refused:
+        assert decode(parsed, earlier).request.messages
+        return
+    with pytest.raises(BadRequest, match="the conversation has no call 'c1'") as caught:
+        decode(parsed, earlier)
+    assert caught.value.param == f"input[{len(sent) - 1}].call_id"

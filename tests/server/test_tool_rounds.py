@@ -104,6 +104,27 @@ def items(response: Any) -> Any:
 EXPECTED = items(post(Model()))
 
 
+def test_calls_after_a_message_that_the_reply_continues() -> None:
+    """The model gets what it has written as one message."""
+    model = Model()
+    app = create_app(model)
+    app.tool_servers = Servers()  # type: ignore[assignment]
+    body = {
+        "max_tokens": 50,
+        "messages": [{"role": "user", "content": "start"}, {"role": "assistant", "content": "Well,"}],
+        "mcp_servers": [{"type": "url", "name": name, "url": "https://example.org"} for name in ("s", "other")],
+        "tools": [{"type": "mcp_toolset", "mcp_server_name": name} for name in ("s", "other")],
+    }
+    reply = talk(app, lambda client: client.post("/v1/messages", json=body)).json()
+    assert [block["type"] for block in reply["content"]].count("mcp_tool_use") == 3
+    first, second, third = model.requests
+    assert (first.prefill, second.continues_last, third.continues_last) == (Text("Well,"), False, False)
+    assert [message.role for message in second.messages] == ["user", "assistant", "tool", "tool"]
+    turn = second.messages[1]
+    assert turn.text.startswith("Well,I try")
+    assert [call.name for call in turn.tool_calls] == ["s__one", "s__two"]
+
+
 def test_three_rounds_are_one_response() -> None:
     kinds = [item["type"] for item in EXPECTED]
     assert kinds == [

@@ -148,7 +148,7 @@ def test_condition_selects_a_request(server: ModelServer) -> None:
         ),
         (reply("[]"), {"response_format": {"type": "json_object"}}, "the request asks for a JSON object"),
         (reply("x"), {"structured_outputs": {"regex": "[0-9]+"}}, "the text does not match '[0-9]+': 'x'"),
-        (reply("x"), {"structured_outputs": {"choice": ["a", "b"]}}, "the text is none of 'a', 'b': 'x'"),
+        (reply("x"), {"structured_outputs": {"choice": ["a", "b"]}}, "the text is not one of 'a', 'b': 'x'"),
     ],
 )
 def test_reply_that_does_not_fit_is_refused(

@@ -59,12 +59,13 @@ def test_what_a_client_leaves_behind_ends_with_it(home: Home) -> None:
 @pytest.mark.parametrize(
     ("run", "written", "answers", "problem"),
     [
-        (Run(0, f"{ANSWER}\n{ANSWER}", ""), PROOF, [(200, ""), (400, "no_threads"), (426, "x"), (499, "x")], ""),
+        (Run(0, f"{ANSWER}\n{ANSWER}", ""), PROOF, [(200, ""), (400, "no_threads"), (499, "x")], ""),
         (Run(0, f"{ANSWER}\n{ANSWER}", ""), f"{PROOF}\n", [], ""),
         (Run(1, f"{ANSWER}\n{ANSWER}", ""), PROOF, [], "ended with status 1"),
         (Run(0, f"{ANSWER}\n{ANSWER}", ""), None, [], "the tool did not run"),
         (Run(0, f"{ANSWER}\n{ANSWER}", ""), "proof-%d", [], "the tool wrote 'proof-%d'"),
         (Run(0, ANSWER, ""), PROOF, [], "the answer was not printed"),
+        (Run(0, f"{ANSWER}\n{ANSWER}", ""), PROOF, [(101, "")], "a WebSocket was used"),
         (Run(0, f"{ANSWER}\n{ANSWER}", ""), PROOF, [(404, "not_found")], "requests were answered 404 not_found"),
         (Run(0, f"{ANSWER}\n{ANSWER}", ""), PROOF, [(200, "died")], "requests were answered 200 died"),
     ],

@@ -292,6 +292,14 @@ class GenerationRequest(msgspec.Struct, frozen=True):
             return None
         return Text(last.text) if isinstance(parts[-1], Text) else Reasoning(last.reasoning)
 
+    def with_reply(self, reply: Message) -> "GenerationRequest":
+        """The request after a reply, which is a message of its own or the rest of the last one."""
+        before = self.messages
+        if self.continues_last:
+            before, last = before[:-1], before[-1]
+            reply = msgspec.structs.replace(last, parts=(*last.parts, *reply.parts))
+        return msgspec.structs.replace(self, messages=(*before, reply), continues_last=False)
+
     @property
     def prefill_path(self) -> str:
         """The path of the message that the reply continues, in the request."""

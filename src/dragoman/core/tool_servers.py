@@ -6,9 +6,7 @@ Rules
 1. The model sees the tool of a server as a function. A function name that had to be changed or shortened ends in a
    digest of label and name, so that two tools have two names.
 2. A tool is offered if it matches the filter of the request. A call of a tool waits for approval if the rule says so.
-3. A schema that cannot be used (too large, too deep, not encodable, not of an object) is replaced by one that allows
-   every object. The server checks the arguments anyway.
-4. `headers` may contain credentials. They are sent to the server and nowhere else.
+3. `headers` may contain credentials. They are sent to the server and nowhere else.
 """
 
 import hashlib
@@ -18,12 +16,6 @@ from typing import Any
 
 import msgspec
 
-from dragoman.core.errors import ENCODE_ERRORS
-
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-MAX_SCHEMA = 64 * 1024
-"""Bytes of a schema."""
-MAX_SCHEMA_DEPTH = 32
 MAX_NAME = 64
 """Characters of a function name, which is what OpenAI's models allow."""
 DIGEST_LENGTH = 8
@@ -118,23 +110,6 @@ def digest_name(label: str, tool: str) -> str:
     digest = hashlib.sha256(f"{label}\0{tool}".encode("utf-8", "replace")).hexdigest()[:DIGEST_LENGTH]
     plain = _OTHER_CHARACTERS.sub("_", f"{label}__{tool}")
     return f"{plain[: MAX_NAME - DIGEST_LENGTH - 1]}_{digest}"
-
-
-def usable_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of a tool, or one that allows every object."""
-    kind = schema.get("type", "object")
-    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        return ANY_OBJECT
-    level: list[Any] = [schema]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        inner = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
-        level = [child for child in inner if isinstance(child, dict | list)]
-        if not level:
-            break
-    try:
-        return schema if not level and len(msgspec.msgpack.encode(schema)) <= MAX_SCHEMA else ANY_OBJECT
-    except ENCODE_ERRORS:
-        return ANY_OBJECT
 
 
 def find_header_error(headers: Mapping[str, str]) -> tuple[str, str] | None:

@@ -5,13 +5,14 @@ Rules
    summary needs: later it would be too late.
 2. The most recent user messages stay as they are, as many as need at most a third of that length.
 3. If nothing would be left out, nothing is compacted: the system messages and the tools are too long then.
+4. A message that the reply continues stays at the end.
 """
 
 import msgspec
 
 from dragoman.core.edits import DEFAULT_THRESHOLD, Compact, Compaction
 from dragoman.core.errors import BadRequest
-from dragoman.core.request import GenerationRequest, Message
+from dragoman.core.request import GenerationRequest
 from dragoman.core.summary import (
     compact_messages,
     count_pending,
@@ -31,8 +32,6 @@ async def compact(
     request: GenerationRequest, edit: Compact, writer: SummaryWriter
 ) -> tuple[GenerationRequest, Compaction] | None:
     """Return the compacted request; None if it need not be compacted, or if its tokens cannot be counted."""
-    if request.continues_last:
-        return await _compact_before(request.messages[-1], request, edit, writer)
     counter, threshold = writer.counter, edit.threshold
     limits = [] if threshold is None else [threshold]
     if counter.context is not None:
@@ -40,6 +39,10 @@ async def compact(
     limit = min(limits, default=DEFAULT_THRESHOLD)
     if threshold is not None and (await counter.count(request) or 0) <= limit:
         return None
+    begun = request.messages[-1:] if request.continues_last else ()
+    request = msgspec.structs.replace(
+        request, messages=request.messages[: len(request.messages) - len(begun)], continues_last=False
+    )
     history = [message for message in request.messages if not is_system_message(message)]
     kept = await _count_kept(request, counter, limit // KEPT_SHARE)
     if threshold is not None and kept == len(history):
@@ -49,20 +52,9 @@ async def compact(
         raise BadRequest(f"{edit.path}: there is no conversation to compact", param=edit.path)
     summary, usage = await writer.write(request, transcript, edit.instructions)
     pending = min(kept, count_pending(request.messages))
-    messages = compact_messages(request.messages, summary, kept, pending)
-    return msgspec.structs.replace(request, messages=messages), Compaction(summary, kept, pending, usage)
-
-
-async def _compact_before(
-    last: Message, request: GenerationRequest, edit: Compact, writer: SummaryWriter
-) -> tuple[GenerationRequest, Compaction] | None:
-    """Compact what comes before the last message, which the reply continues."""
-    earlier = msgspec.structs.replace(request, messages=request.messages[:-1], continues_last=False)
-    compacted = await compact(earlier, edit, writer)
-    if compacted is None:
-        return None
-    shorter, compaction = compacted
-    return msgspec.structs.replace(shorter, messages=(*shorter.messages, last), continues_last=True), compaction
+    messages = (*compact_messages(request.messages, summary, kept, pending), *begun)
+    compacted = msgspec.structs.replace(request, messages=messages, continues_last=bool(begun))
+    return compacted, Compaction(summary, kept, pending, usage)
 
 
 async def _count_kept(request: GenerationRequest, counter: TokenCounter, most: int) -> int:

@@ -27,6 +27,7 @@ from dragoman.protocols import completions, errors
 from dragoman.protocols.chat import client as chat_client
 from dragoman.protocols.chat import server as chat
 from dragoman.protocols.messages import client as messages_client
+from dragoman.protocols.messages import encoder as messages_encoder
 from dragoman.protocols.messages import server as messages
 from dragoman.protocols.responses import client as responses_client
 from dragoman.protocols.wire_protocol import OPENAI, Encoder, Family, WireProtocol
@@ -69,8 +70,8 @@ class MessagesProtocol(WireProtocol):
     scope = "messages"
     family = ANTHROPIC
     decode = staticmethod(messages.decode)
-    encode_stream = messages.MessagesEncoder
-    encode_reply = staticmethod(messages.encode_reply)
+    encode_stream = messages_encoder.MessagesEncoder
+    encode_reply = staticmethod(messages_encoder.encode_reply)
 
 
 class ReplyEncoding(Protocol):

@@ -60,7 +60,7 @@ class ChoiceOutcome(msgspec.Struct, frozen=True):
     """None if the reply is incomplete."""
     stop: str | None = None
     others: tuple[str, ...] = ()
-    """The types of parts of the content that are none of these, such as calls that the server ran."""
+    """The types of all other parts of the content, such as calls that the server ran."""
 
 
 class ReplayOutcome(msgspec.Struct, frozen=True):

@@ -85,7 +85,7 @@ class ToolRounds:
                 break
             has_warned = not runnable
             results = [Message("tool", (as_result(output),)) for output in outputs]
-            request = self._next_request(request, (turn.message, *results))
+            request = self._next_request(request.with_reply(turn.message), results)
             if request.max_tokens == 0:
                 self._ended[-1] = msgspec.structs.replace(ended, reason="length")
                 break
@@ -145,7 +145,6 @@ class ToolRounds:
         return msgspec.structs.replace(
             request,
             messages=(*request.messages, *added),
-            continues_last=False,
             tool_choice=choice,
             max_tokens=None if limit is None else max(0, limit - (0 if usage is None else usage.completion)),
         )

@@ -14,7 +14,8 @@ import msgspec
 from dragoman.core.errors import BadRequest, quote
 from dragoman.core.events import Event, ToolCallDelta, ToolCallStart, ToolOutput
 from dragoman.core.request import GenerationRequest, Message, Text, Tool, ToolCall, ToolChoice, ToolResult
-from dragoman.core.tool_servers import ANY_OBJECT, ListedTool, ToolServer, digest_name, function_name, usable_schema
+from dragoman.core.tool_schemas import ANY_OBJECT, usable_schema
+from dragoman.core.tool_servers import ListedTool, ToolServer, digest_name, function_name
 from dragoman.protocols.json_body import parse_text
 from dragoman.server.tool_servers import ToolServers
 

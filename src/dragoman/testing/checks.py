@@ -56,7 +56,7 @@ def _check_text(text: str, constraint: Constraint) -> Iterator[str]:
     elif isinstance(constraint, Regex) and re.fullmatch(constraint.pattern, text) is None:
         yield f"the text does not match {constraint.pattern!r}: {shown!r}"
     elif isinstance(constraint, OneOf) and text not in constraint.choices:
-        yield f"the text is none of {', '.join(map(repr, constraint.choices))}: {shown!r}"
+        yield f"the text is not one of {', '.join(map(repr, constraint.choices))}: {shown!r}"
 
 
 def _parse(text: str) -> Any:

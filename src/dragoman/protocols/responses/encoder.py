@@ -4,7 +4,11 @@
                | response.created queued? response.in_progress item* error response.failed
     queued    := response.queued                                  of a background response
     compacted := added  compaction.compacting*            done    the first item, if there is one
-    item      := see `output_items`, `mcp_items` and `compaction_items`
+    message   := added  content_part.added  output_text.delta*     output_text.done     content_part.done  done
+    reasoning := added  content_part.added  reasoning_text.delta*  reasoning_text.done  content_part.done  done
+    function  := added  function_call_arguments.delta*   function_call_arguments.done   done
+    custom    := added  custom_tool_call_input.delta*    custom_tool_call_input.done    done
+    other     := added  done                                      of MCP servers: see `mcp_items`
 
 Rules
 1. Events have consecutive sequence numbers. Each item is done before the next one starts, except calls of MCP servers.

@@ -1,10 +1,6 @@
-"""Encodes the items of a response that come from the model: messages, reasoning and calls for the client.
+"""The output items of a response that the model writes: messages, reasoning and calls, with their stream events.
 
-message   := added  content_part.added  output_text.delta*     output_text.done     content_part.done  done
-reasoning := added  content_part.added  reasoning_text.delta*  reasoning_text.done  content_part.done  done
-function  := added  function_call_arguments.delta*   function_call_arguments.done   done
-custom    := added  custom_tool_call_input.delta*    custom_tool_call_input.done    done
-other     := added  done
+`encoder` has the grammar of the events.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +8,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from dragoman.core.events import TokenLogprob
+from dragoman.core.events import (
+    TokenLogprob,
+)
 from dragoman.protocols import openai
 from dragoman.protocols.responses import calls
 from dragoman.protocols.responses.frames import ItemEvent

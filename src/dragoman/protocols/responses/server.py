@@ -206,6 +206,7 @@ def decode(
     path = "previous_response_id" if parsed_request.conversation is None else "conversation"
     before = [(path, items.kind_of(item, path), item) for item in earlier]
     items.check_count(len(before) + len(sent))
+    items.check_outputs(before, sent)
     located = items.window([*before, *sent])
     fields = _apply_updates(parsed_request.fields, sent)
     toolset = tools.decode(fields.tools or (), items.tools_of(located), asked)

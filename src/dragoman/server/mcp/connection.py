@@ -19,7 +19,7 @@ from mcp.shared.exceptions import MCPError
 from mcp.types import CONNECTION_CLOSED, Implementation
 
 from dragoman.core.version import __version__
-from dragoman.server.mcp.program_transport import StartFailed
+from dragoman.server.mcp.program_transport import ProgramNotStarted
 
 CLOSE_SECONDS = 5.0
 CLOSED = "the server closed the connection"
@@ -34,7 +34,7 @@ class ConnectionFailed(Exception):
     """The connection could not be opened. The message can be shown to callers."""
 
 
-class ServerConnection:
+class McpConnection:
     def __init__(
         self,
         make_transport: MakeTransport,
@@ -122,7 +122,7 @@ class ServerConnection:
 def _describe(error: BaseException | None) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    if isinstance(error, StartFailed):
+    if isinstance(error, ProgramNotStarted):
         return str(error)
     if isinstance(error, MCPError) and error.code != CONNECTION_CLOSED:
         return error.message

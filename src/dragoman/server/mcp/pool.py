@@ -31,9 +31,9 @@ from dragoman.core.request import ToolCall
 from dragoman.core.tool_servers import ListedTool, ToolServer
 from dragoman.core.url_patterns import PlainUrl, UrlPattern
 from dragoman.server.mcp.addresses import Resolver
-from dragoman.server.mcp.connection import CLOSED, ConnectionFailed, MakeTransport, ServerConnection
+from dragoman.server.mcp.connection import CLOSED, ConnectionFailed, MakeTransport, McpConnection
 from dragoman.server.mcp.http_transport import SESSION_UNKNOWN, STATUS, GuardedTransport, http_transport
-from dragoman.server.mcp.program_transport import LastWords, program_transport
+from dragoman.server.mcp.program_transport import ErrorOutput, program_transport
 from dragoman.server.mcp.results import error_text, read_result, read_tool
 
 log = logging.getLogger("dragoman.mcp")
@@ -50,7 +50,7 @@ INVALID = "the answer of the server does not follow MCP"
 LOCAL = "configuration"
 
 
-class Target(NamedTuple):
+class McpTarget(NamedTuple):
     """A server to connect to. Requests with equal targets share connections."""
 
     owner: str
@@ -70,7 +70,7 @@ class _ServerFailed(Exception):
 
 class ConnectionPool:
     def __init__(self, servers: Mapping[str, ToolServerSpec], mcp: McpSettings) -> None:
-        self._connections: dict[Target, ServerConnection] = {}
+        self._connections: dict[McpTarget, McpConnection] = {}
         """Those that take calls; the least recently used first."""
         self._tasks: set[asyncio.Task[None]] = set()
         """Those of all connections that are not closed."""
@@ -104,14 +104,14 @@ class ConnectionPool:
         listings = [self._list(server, target) for server, target in targets if server.label in wanted]
         return tuple(await asyncio.gather(*listings))
 
-    async def _list(self, server: ToolServer, target: Target) -> ToolsListed:
+    async def _list(self, server: ToolServer, target: McpTarget) -> ToolsListed:
         try:
             tools = await self._with_session(target, partial(self._read_tools, server, target))
         except _ServerFailed as error:
             return ToolsListed(server.label, error=str(error))
         return ToolsListed(server.label, tuple(tools))
 
-    async def _read_tools(self, server: ToolServer, target: Target, session: ClientSession) -> list[ListedTool]:
+    async def _read_tools(self, server: ToolServer, target: McpTarget, session: ClientSession) -> list[ListedTool]:
         found: dict[str, ListedTool] = {}
         cursor, own = None, self._own_tools(target)
         for _ in range(MAX_PAGES):
@@ -146,7 +146,7 @@ class ConnectionPool:
         text = read_result(result, self._mcp.result_bytes, self._secrets(target))
         return ToolOutput(call.id, text, result.is_error)
 
-    def _target(self, server: ToolServer, principal: str) -> Target:
+    def _target(self, server: ToolServer, principal: str) -> McpTarget:
         if server.url is None:
             if server.label not in self._servers:
                 known = ", ".join(self._servers) or "none"
@@ -155,7 +155,7 @@ class ConnectionPool:
                     "Give the address of another one"
                 )
                 raise BadRequest(message, param=server.path)
-            return Target(LOCAL, server.label)
+            return McpTarget(LOCAL, server.label)
         url = _parse_url(server.url)
         if url is None or not any(pattern.matches(url) for pattern in self._patterns):
             shown = "this address" if url is None else url.origin
@@ -163,20 +163,20 @@ class ConnectionPool:
                 f"{server.path}: this server does not connect to {shown}; its operator can allow it in `mcp.allow`"
             )
             raise BadRequest(message, param=server.path)
-        return Target(principal, server.url, tuple(server.headers.items()))
+        return McpTarget(principal, server.url, tuple(server.headers.items()))
 
-    def _own_tools(self, target: Target) -> tuple[str, ...] | None:
+    def _own_tools(self, target: McpTarget) -> tuple[str, ...] | None:
         """The only tools of a server that the operator allows; None means all."""
         spec = self._servers.get(target.name) if target.owner == LOCAL else None
         return None if spec is None else spec.tools
 
-    def _secrets(self, target: Target) -> tuple[str, ...]:
+    def _secrets(self, target: McpTarget) -> tuple[str, ...]:
         if target.owner == LOCAL:
             spec = self._servers.get(target.name)
             return () if spec is None else spec.secrets
         return ToolServerSpec(url=target.name, headers=dict(target.headers)).secrets
 
-    async def _with_session(self, target: Target, use: Callable[[ClientSession], Any]) -> Any:
+    async def _with_session(self, target: McpTarget, use: Callable[[ClientSession], Any]) -> Any:
         """Run a call, and describe its failure."""
         seconds, secrets = self._mcp.call_seconds, self._secrets(target)
         connection = None
@@ -210,25 +210,25 @@ class ConnectionPool:
             log.error("a call of a tool of an MCP server failed: %s", type(error).__name__)
             raise _ServerFailed(INVALID, INVALID_ANSWER) from None
 
-    def _connect(self, target: Target) -> ServerConnection:
+    def _connect(self, target: McpTarget) -> McpConnection:
         connection = self._connections.pop(target, None)
         if connection is None:
             self._check_spec(target)
             self._make_room()
             local, secrets = target.owner == LOCAL, self._secrets(target)
-            last_words = LastWords(secrets)
-            connection = ServerConnection(
-                self._make_transport(target, last_words),
+            error_output = ErrorOutput(secrets)
+            connection = McpConnection(
+                self._make_transport(target, error_output),
                 CONFIGURED_IDLE if local else REQUESTED_IDLE,
                 lambda: self._forget(target, connection),
-                lambda reason: _log_failure(target, error_text(reason, secrets), last_words),
+                lambda reason: _log_failure(target, error_text(reason, secrets), error_output),
             )
             self._tasks.add(connection.task)
             connection.task.add_done_callback(self._tasks.discard)
         self._connections[target] = connection
         return connection
 
-    def _check_spec(self, target: Target) -> None:
+    def _check_spec(self, target: McpTarget) -> None:
         if target.owner != LOCAL:
             return
         spec = self._servers.get(target.name)
@@ -247,11 +247,11 @@ class ConnectionPool:
                 return
         raise _ServerFailed("too many connections to MCP servers are open; try again later", NO_CONNECTION)
 
-    def _forget(self, target: Target, connection: ServerConnection | None) -> None:
+    def _forget(self, target: McpTarget, connection: McpConnection | None) -> None:
         if self._connections.get(target) is connection:
             del self._connections[target]
 
-    def _make_transport(self, target: Target, last_words: LastWords) -> MakeTransport:
+    def _make_transport(self, target: McpTarget, error_output: ErrorOutput) -> MakeTransport:
         max_bytes = max(MIN_MESSAGE, 2 * self._mcp.result_bytes)
         if target.owner != LOCAL:
             guarded = GuardedTransport(self._resolver, self._allowed, self._context, max_bytes)
@@ -263,12 +263,12 @@ class ConnectionPool:
                 http_transport, spec.url, headers, GuardedTransport(self._resolver, None, self._context, max_bytes)
             )
         env = {name: fill_variables(value) for name, value in spec.env.items()}
-        return partial(program_transport, spec.command, env, max_bytes, last_words)
+        return partial(program_transport, spec.command, env, max_bytes, error_output)
 
 
-def _log_failure(target: Target, reason: str, last_words: LastWords) -> None:
+def _log_failure(target: McpTarget, reason: str, error_output: ErrorOutput) -> None:
     if target.owner == LOCAL:
-        words = f"; it wrote: {last_words.text}" if last_words.text else ""
+        words = f"; it wrote: {error_output.text}" if error_output.text else ""
         log.warning("MCP server %s: %s%s", target.name, reason, words)
 
 

@@ -24,16 +24,16 @@ from dragoman.core.urls import redact_secrets
 END_SECONDS = 2.0
 """How long a program has to end after its input."""
 DROPPED = 65536
-LAST_WORDS = 2000
+KEPT_BYTES = 2000
 """Bytes of the standard error that are kept."""
 Incoming = SessionMessage | Exception
 
 
-class StartFailed(Exception):
+class ProgramNotStarted(Exception):
     """The program cannot be started. The message can be shown to callers."""
 
 
-class LastWords:
+class ErrorOutput:
     """The end of what a program wrote to its standard error."""
 
     def __init__(self, secrets: Sequence[str] = ()) -> None:
@@ -42,7 +42,7 @@ class LastWords:
 
     async def collect(self, stream: asyncio.StreamReader) -> None:
         while piece := await stream.read(4096):
-            self._text = (self._text + piece)[-LAST_WORDS:]
+            self._text = (self._text + piece)[-KEPT_BYTES:]
 
     @property
     def text(self) -> str:
@@ -54,7 +54,7 @@ async def program_transport(
     command: Sequence[str],
     env: Mapping[str, str],
     max_bytes: int,
-    last_words: LastWords,
+    error_output: ErrorOutput,
     on_end: Callable[[], None],
 ) -> AsyncIterator[Any]:
     """Start the program. `on_end` is called when its output ends."""
@@ -67,7 +67,7 @@ async def program_transport(
     tasks = [
         asyncio.create_task(_read(process.stdout, to_session, on_end)),
         asyncio.create_task(_write(process.stdin, from_session)),
-        asyncio.create_task(last_words.collect(process.stderr)),
+        asyncio.create_task(error_output.collect(process.stderr)),
     ]
     try:
         yield incoming, outgoing
@@ -96,7 +96,7 @@ async def _start(command: Sequence[str], env: Mapping[str, str], max_bytes: int)
             limit=max_bytes,
         )
     except (OSError, ValueError) as error:
-        raise StartFailed("the program of the server cannot be started") from error
+        raise ProgramNotStarted("the program of the server cannot be started") from error
 
 
 async def _read(stdout: asyncio.StreamReader, to_session: Any, on_end: Callable[[], None]) -> None:

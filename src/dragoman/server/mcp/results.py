@@ -14,7 +14,8 @@ import mcp.types as wire
 import msgspec
 
 from dragoman.core.errors import ENCODE_ERRORS
-from dragoman.core.tool_servers import ListedTool, usable_schema
+from dragoman.core.tool_schemas import usable_schema
+from dragoman.core.tool_servers import ListedTool
 from dragoman.core.urls import redact_secrets
 
 MAX_TOOL_NAME = 256

@@ -55,7 +55,7 @@ class _Stream:
         self.turn: Turn | None = None
         """The request that runs."""
         self.task: asyncio.Task[None] | None = None
-        """Runs the requests; None if there are none."""
+        """Runs the requests, if there are any."""
 
 
 class WebSocketSession:
