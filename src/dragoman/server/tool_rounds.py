@@ -2,12 +2,12 @@
 
     response := Started ToolsListed* approved* round+ Finished
     approved := ToolCallStart ToolCallDelta ToolOutput              a call of an earlier response
-    round    := (TextDelta | ReasoningDelta | call)* (TurnEnded ToolOutput+)?
+    round    := (TextDelta | ReasoningDelta | call)* (RoundEnded ToolOutput+)?
 
 Rules
 1. The rounds are one stream of events: it starts once and finishes once, with the usage of all rounds. The meter gets
    the events of each round as they are.
-2. The calls of a round run at the same time, after the model has ended its turn. Their outputs come in the order of the
+2. The calls of a round run at the same time, after the model has ended. Their outputs come in the order of the
    calls. Meanwhile the response holds no slot of the model.
 3. A round is the last one if it has no calls of servers, or also calls for the client or such that need approval. Calls
    of servers run even then. A reply that was cut off ends at once.
@@ -25,7 +25,7 @@ from typing import TypeVar
 import msgspec
 
 from dragoman.core.errors import InvalidSchema
-from dragoman.core.events import Event, Finished, Started, ToolCallStart, ToolOutput, TurnEnded, total_usage
+from dragoman.core.events import Event, Finished, RoundEnded, Started, ToolCallStart, ToolOutput, total_usage
 from dragoman.core.reply import ReplyBuilder
 from dragoman.core.request import GenerationRequest, Message, Part, ToolCall, ToolChoice
 from dragoman.pipeline.generate import ChoiceSlots, OnEvents
@@ -68,54 +68,56 @@ class ToolRounds:
             await self._without_slot(self._session.run_approved())
             request = self._session.fill_results(request)
         calls_left, rounds_left, has_warned = request.max_tool_calls, self._max_rounds, False
-        turn, request = await self._first_turn(request, deliver)
+        round_, request = await self._run_first_round(request, deliver)
         while True:
             ended = self._ended[-1]
-            calls = turn.server_calls
+            calls = round_.server_calls
             if not calls or ended.reason in CUT_OFF:
                 break
             count = len(calls) if calls_left is None else min(len(calls), calls_left)
             runnable = calls[: count if rounds_left > 0 else 0]
-            await _deliver(deliver, [TurnEnded()])
+            await _deliver(deliver, [RoundEnded()])
             outputs = await self._run_calls(runnable, calls[len(runnable) :])
             await _deliver(deliver, outputs)
             calls_left = None if calls_left is None else calls_left - len(runnable)
             rounds_left -= 1
-            if turn.has_other_calls or (has_warned and not runnable):
+            if round_.has_other_calls or (has_warned and not runnable):
                 break
             has_warned = not runnable
             results = [Message("tool", (as_result(output),)) for output in outputs]
-            request = self._next_request(request.with_reply(turn.message), results)
+            request = self._next_request(request.with_reply(round_.message), results)
             if request.max_tokens == 0:
                 self._ended[-1] = msgspec.structs.replace(ended, reason="length")
                 break
-            turn = await self._run_turn(request, deliver, opening=None)
-        await _deliver(deliver, [self._finish(turn)])
+            round_ = await self._run_round(request, deliver, opening=None)
+        await _deliver(deliver, [self._finish(round_)])
 
-    async def _first_turn(self, request: GenerationRequest, deliver: OnEvents) -> tuple["_Turn", GenerationRequest]:
+    async def _run_first_round(
+        self, request: GenerationRequest, deliver: OnEvents
+    ) -> tuple["_Round", GenerationRequest]:
         """Run the first round. Returns the request with schemas that the engine accepts, too."""
         try:
-            return await self._run_turn(request, deliver, self._session.opening), request
+            return await self._run_round(request, deliver, self._session.opening), request
         except InvalidSchema as error:
             relaxed = self._session.accept_any_arguments(request)
             if relaxed == request:
                 raise
             self._warnings.append(RELAXED.format(error.message))
-            return await self._run_turn(relaxed, deliver, self._session.opening), relaxed
+            return await self._run_round(relaxed, deliver, self._session.opening), relaxed
 
-    async def _run_turn(
+    async def _run_round(
         self, request: GenerationRequest, deliver: OnEvents, opening: Sequence[Event] | None
-    ) -> "_Turn":
-        turn = _Turn(self._session, deliver, opening, is_stream=request.delivery.stream, number=len(self._ended))
+    ) -> "_Round":
+        round_ = _Round(self._session, deliver, opening, is_stream=request.delivery.stream, number=len(self._ended))
 
         def receive(choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
             self._measure(choice, events)
-            return turn.receive(events)
+            return round_.receive(events)
 
         await self._generate(request, receive)
-        await _deliver(deliver, turn.held)
-        self._ended.append(turn.finished)
-        return turn
+        await _deliver(deliver, round_.held)
+        self._ended.append(round_.finished)
+        return round_
 
     async def _run_calls(self, runnable: Sequence[ToolCall], others: Sequence[ToolCall]) -> list[ToolOutput]:
         functions = self._session.functions
@@ -149,12 +151,12 @@ class ToolRounds:
             max_tokens=None if limit is None else max(0, limit - (0 if usage is None else usage.completion)),
         )
 
-    def _finish(self, turn: "_Turn") -> Finished:
+    def _finish(self, round_: "_Round") -> Finished:
         last = self._ended[-1]
         usages = [ended.usage for ended in self._ended if ended.usage is not None]
         warnings = (*self._warnings, *(warning for ended in self._ended for warning in ended.warnings))
         # The calls of servers are over.
-        is_over = last.reason == "tool_calls" and not turn.has_client_calls
+        is_over = last.reason == "tool_calls" and not round_.has_client_calls
         return msgspec.structs.replace(
             last,
             reason="stop" if is_over else last.reason,
@@ -163,7 +165,7 @@ class ToolRounds:
         )
 
 
-class _Turn:
+class _Round:
     """One round of the model. Passes its events on, with calls of servers as such."""
 
     def __init__(
@@ -221,7 +223,7 @@ class _Turn:
 
     @property
     def message(self) -> Message:
-        """The turn as the next message of the conversation."""
+        """The round as the next message of the conversation."""
         return Message("assistant", tuple([_repair(part) for part in self._parts]))
 
     @property
