@@ -31,7 +31,7 @@ from dragoman.core.request import GenerationRequest, Message, Part, ToolCall, To
 from dragoman.pipeline.generate import ChoiceSlots, OnEvents
 from dragoman.protocols.json_body import is_object
 from dragoman.server.request_timer import RequestTimer
-from dragoman.server.tool_session import ToolSession, as_result
+from dragoman.server.request_tools import RequestTools, as_result
 
 GenerateRound = Callable[[GenerationRequest, OnEvents], Coroutine[None, None, None]]
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class ToolRounds:
 
     def __init__(
         self,
-        session: ToolSession,
+        tools: RequestTools,
         max_rounds: int,
         generate_round: GenerateRound,
         slots: ChoiceSlots,
@@ -53,7 +53,7 @@ class ToolRounds:
     ) -> None:
         self.waited = 0.0
         """Seconds in which calls ran."""
-        self._session = session
+        self._tools = tools
         self._max_rounds = max_rounds
         self._generate = generate_round
         self._slots = slots
@@ -65,8 +65,8 @@ class ToolRounds:
     async def run(self, request: GenerationRequest, deliver: OnEvents) -> None:
         """Run all rounds. `request` is complete: it has the tools as functions."""
         if request.approved_calls:
-            await self._without_slot(self._session.run_approved())
-            request = self._session.fill_results(request)
+            await self._without_slot(self._tools.run_approved())
+            request = self._tools.fill_results(request)
         calls_left, rounds_left, has_warned = request.max_tool_calls, self._max_rounds, False
         round_, request = await self._run_first_round(request, deliver)
         while True:
@@ -97,18 +97,18 @@ class ToolRounds:
     ) -> tuple["_Round", GenerationRequest]:
         """Run the first round. Returns the request with schemas that the engine accepts, too."""
         try:
-            return await self._run_round(request, deliver, self._session.opening), request
+            return await self._run_round(request, deliver, self._tools.opening), request
         except InvalidSchema as error:
-            relaxed = self._session.accept_any_arguments(request)
+            relaxed = self._tools.accept_any_arguments(request)
             if relaxed == request:
                 raise
             self._warnings.append(RELAXED.format(error.message))
-            return await self._run_round(relaxed, deliver, self._session.opening), relaxed
+            return await self._run_round(relaxed, deliver, self._tools.opening), relaxed
 
     async def _run_round(
         self, request: GenerationRequest, deliver: OnEvents, opening: Sequence[Event] | None
     ) -> "_Round":
-        round_ = _Round(self._session, deliver, opening, is_stream=request.delivery.stream, number=len(self._ended))
+        round_ = _Round(self._tools, deliver, opening, is_stream=request.delivery.stream, number=len(self._ended))
 
         def receive(choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
             self._measure(choice, events)
@@ -120,10 +120,10 @@ class ToolRounds:
         return round_
 
     async def _run_calls(self, runnable: Sequence[ToolCall], others: Sequence[ToolCall]) -> list[ToolOutput]:
-        functions = self._session.functions
+        functions = self._tools.functions
         outputs: list[ToolOutput] = []
         if runnable:
-            running = [self._session.call(functions[call.name], call) for call in runnable]
+            running = [self._tools.call(functions[call.name], call) for call in runnable]
             outputs += await self._without_slot(asyncio.gather(*running))
         message = "not run: the limit of calls in one response is reached"
         return [*outputs, *(ToolOutput(call.id, message, is_error=True) for call in others)]
@@ -169,13 +169,13 @@ class _Round:
     """One round of the model. Passes its events on, with calls of servers as such."""
 
     def __init__(
-        self, session: ToolSession, deliver: OnEvents, opening: Sequence[Event] | None, *, is_stream: bool, number: int
+        self, tools: RequestTools, deliver: OnEvents, opening: Sequence[Event] | None, *, is_stream: bool, number: int
     ) -> None:
         """`opening` follows the start of the first round; None in a further one."""
         self.finished = Finished()
         self.held: list[Event] = []
         """Events that are passed on at the end: an engine may start again, unless the reply is streamed."""
-        self._session = session
+        self._tools = tools
         self._deliver = deliver
         self._opening = opening
         self._is_stream = is_stream
@@ -211,8 +211,8 @@ class _Round:
         if type(event) is Finished:
             self.finished = event
             return ()
-        if type(event) is ToolCallStart and event.name in self._session.functions:
-            function = self._session.functions[event.name]
+        if type(event) is ToolCallStart and event.name in self._tools.functions:
+            function = self._tools.functions[event.name]
             label, name = function.server.label, function.tool.name
             return (ToolCallStart(event.id, name, label, needs_approval=function.needs_approval),)
         return (event,)
@@ -229,13 +229,13 @@ class _Round:
     @property
     def server_calls(self) -> list[ToolCall]:
         """The calls to run."""
-        functions = self._session.functions
+        functions = self._tools.functions
         calls = [part for part in self._parts if isinstance(part, ToolCall) and part.name in functions]
         return [call for call in calls if not functions[call.name].needs_approval]
 
     @property
     def has_client_calls(self) -> bool:
-        return any(isinstance(part, ToolCall) and part.name not in self._session.functions for part in self._parts)
+        return any(isinstance(part, ToolCall) and part.name not in self._tools.functions for part in self._parts)
 
     @property
     def has_other_calls(self) -> bool:

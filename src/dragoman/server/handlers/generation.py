@@ -34,9 +34,9 @@ from dragoman.server.base_app import BaseApp
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LeaseInfo, LeaseRequest, ModelLease
 from dragoman.server.request_timer import stall_error
+from dragoman.server.request_tools import RequestTools
 from dragoman.server.telemetry.meter import Meter
 from dragoman.server.tool_rounds import ToolRounds
-from dragoman.server.tool_session import ToolSession
 
 log = logging.getLogger("dragoman.prompts")
 log_server = logging.getLogger("dragoman.server")
@@ -87,10 +87,10 @@ class _Generation:
         self._decoded = decoded
         self._format = reply_format
         self._store = store
-        self._tools: ToolSession | None = None
+        self._tools: RequestTools | None = None
         if decoded.tool_servers:
             record = exchange.record
-            self._tools = ToolSession(app.tool_servers, decoded, record.id, record.principal)
+            self._tools = RequestTools(app.tool_servers, decoded, record.id, record.principal)
 
     async def send_whole(self) -> None:
         request = await self._run(self._decoded)

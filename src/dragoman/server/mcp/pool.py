@@ -47,14 +47,14 @@ MAX_PAGES = 50
 NO_CONNECTION, TIMED_OUT, INVALID_ANSWER = 502, -32001, -32700
 """Codes of errors; positive ones are a status of HTTP."""
 INVALID = "the answer of the server does not follow MCP"
-LOCAL = "configuration"
+CONFIGURED = "configuration"
 
 
 class McpTarget(NamedTuple):
     """A server to connect to. Requests with equal targets share connections."""
 
     owner: str
-    """The principal, or `LOCAL` for a server of the configuration."""
+    """The principal, or `CONFIGURED` for a server of the configuration."""
     name: str
     """The address, or the name in the configuration."""
     headers: tuple[tuple[str, str], ...] = ()
@@ -86,7 +86,7 @@ class ConnectionPool:
         self._patterns = [UrlPattern.parse(pattern) for pattern in mcp.allow]
         self._allowed: list[Network] = [parse_addresses(entry) for entry in mcp.allow_addresses]
         for target, connection in list(self._connections.items()):
-            if target.owner != LOCAL or target.name in changed:
+            if target.owner != CONFIGURED or target.name in changed:
                 connection.retire()
 
     async def stop(self) -> None:
@@ -155,7 +155,7 @@ class ConnectionPool:
                     "Give the address of another one"
                 )
                 raise BadRequest(message, param=server.path)
-            return McpTarget(LOCAL, server.label)
+            return McpTarget(CONFIGURED, server.label)
         url = _parse_url(server.url)
         if url is None or not any(pattern.matches(url) for pattern in self._patterns):
             shown = "this address" if url is None else url.origin
@@ -167,11 +167,11 @@ class ConnectionPool:
 
     def _own_tools(self, target: McpTarget) -> tuple[str, ...] | None:
         """The only tools of a server that the operator allows; None means all."""
-        spec = self._servers.get(target.name) if target.owner == LOCAL else None
+        spec = self._servers.get(target.name) if target.owner == CONFIGURED else None
         return None if spec is None else spec.tools
 
     def _secrets(self, target: McpTarget) -> tuple[str, ...]:
-        if target.owner == LOCAL:
+        if target.owner == CONFIGURED:
             spec = self._servers.get(target.name)
             return () if spec is None else spec.secrets
         return ToolServerSpec(url=target.name, headers=dict(target.headers)).secrets
@@ -215,11 +215,11 @@ class ConnectionPool:
         if connection is None:
             self._check_spec(target)
             self._make_room()
-            local, secrets = target.owner == LOCAL, self._secrets(target)
+            is_configured, secrets = target.owner == CONFIGURED, self._secrets(target)
             error_output = ErrorOutput(secrets)
             connection = McpConnection(
                 self._make_transport(target, error_output),
-                CONFIGURED_IDLE if local else REQUESTED_IDLE,
+                CONFIGURED_IDLE if is_configured else REQUESTED_IDLE,
                 lambda: self._forget(target, connection),
                 lambda reason: _log_failure(target, error_text(reason, secrets), error_output),
             )
@@ -229,7 +229,7 @@ class ConnectionPool:
         return connection
 
     def _check_spec(self, target: McpTarget) -> None:
-        if target.owner != LOCAL:
+        if target.owner != CONFIGURED:
             return
         spec = self._servers.get(target.name)
         if spec is None:
@@ -253,7 +253,7 @@ class ConnectionPool:
 
     def _make_transport(self, target: McpTarget, error_output: ErrorOutput) -> MakeTransport:
         max_bytes = max(MIN_MESSAGE, 2 * self._mcp.result_bytes)
-        if target.owner != LOCAL:
+        if target.owner != CONFIGURED:
             guarded = GuardedTransport(self._resolver, self._allowed, self._context, max_bytes)
             return partial(http_transport, target.name, dict(target.headers), guarded)
         spec = self._servers[target.name]
@@ -267,7 +267,7 @@ class ConnectionPool:
 
 
 def _log_failure(target: McpTarget, reason: str, error_output: ErrorOutput) -> None:
-    if target.owner == LOCAL:
+    if target.owner == CONFIGURED:
         words = f"; it wrote: {error_output.text}" if error_output.text else ""
         log.warning("MCP server %s: %s%s", target.name, reason, words)
 
