@@ -68,7 +68,7 @@ class Probe:
         if left <= 0:
             raise AnswerTimeout("the time is over")
         return Client(
-            self.endpoint.url,
+            self.endpoint.root_url,
             api_key=self.endpoint.key,
             model=self.endpoint.model,
             protocol="chat",

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     width = max(len(check.name) for check in CHECKS)
     with open_endpoint(arguments) as endpoint:
         probe = Probe(agent, endpoint, arguments.timeout)
-        print_progress(f"{agent.title} {probe.requests.version} with the model {endpoint.model} of {endpoint.url}")
+        print_progress(f"{agent.title} {probe.requests.version} with the model {endpoint.model} of {endpoint.root_url}")
         results = []
         for found in run_checks(probe, CHECKS):
             results.append(found)
