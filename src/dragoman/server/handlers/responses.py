@@ -27,7 +27,7 @@ from dragoman.core.ids import new_id
 from dragoman.protocols.json_body import LARGE_BODY
 from dragoman.protocols.responses import encoder as wire_encoder
 from dragoman.protocols.responses import server as wire
-from dragoman.protocols.responses.compacted import CompactedEncoding
+from dragoman.protocols.responses.compact_reply import CompactedEncoding
 from dragoman.protocols.responses.items import PREFIX
 from dragoman.protocols.responses.websocket import parse_create
 from dragoman.server.app import App
