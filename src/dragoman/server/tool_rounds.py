@@ -36,7 +36,7 @@ from dragoman.server.request_tools import RequestTools, as_result
 GenerateRound = Callable[[GenerationRequest, OnEvents], Coroutine[None, None, None]]
 T = TypeVar("T")
 CUT_OFF = ("length", "content_filter")
-RELAXED = "the schemas of the tools of MCP servers are not enforced: {}"
+SCHEMAS_NOT_ENFORCED = "the schemas of the tools of MCP servers are not enforced: {}"
 
 
 class ToolRounds:
@@ -51,7 +51,7 @@ class ToolRounds:
         timer: RequestTimer,
         measure: Callable[[int, Sequence[Event]], None],
     ) -> None:
-        self.waited = 0.0
+        self.seconds_in_calls = 0.0
         """Seconds in which calls ran."""
         self._tools = tools
         self._max_rounds = max_rounds
@@ -102,7 +102,7 @@ class ToolRounds:
             relaxed = self._tools.accept_any_arguments(request)
             if relaxed == request:
                 raise
-            self._warnings.append(RELAXED.format(error.message))
+            self._warnings.append(SCHEMAS_NOT_ENFORCED.format(error.message))
             return await self._run_round(relaxed, deliver, self._tools.opening), relaxed
 
     async def _run_round(
@@ -136,7 +136,7 @@ class ToolRounds:
         result = await running
         await self._slots.acquire()
         self._timer.note_running(1)
-        self.waited += time.monotonic() - began
+        self.seconds_in_calls += time.monotonic() - began
         return result
 
     def _next_request(self, request: GenerationRequest, added: Sequence[Message]) -> GenerationRequest:

@@ -31,7 +31,7 @@ from dragoman.core.request import ToolCall
 from dragoman.core.tool_servers import ListedTool, ToolServer
 from dragoman.core.url_patterns import PlainUrl, UrlPattern
 from dragoman.server.mcp.addresses import Resolver
-from dragoman.server.mcp.connection import CLOSED, ConnectionFailed, MakeTransport, McpConnection
+from dragoman.server.mcp.connection import CONNECTION_CLOSED_MESSAGE, ConnectionFailed, MakeTransport, McpConnection
 from dragoman.server.mcp.http_transport import SESSION_UNKNOWN, STATUS, GuardedTransport, http_transport
 from dragoman.server.mcp.program_transport import ErrorOutput, program_transport
 from dragoman.server.mcp.results import error_text, read_result, read_tool
@@ -46,7 +46,7 @@ MAX_PAGES = 50
 """Pages of a list of tools."""
 NO_CONNECTION, TIMED_OUT, INVALID_ANSWER = 502, -32001, -32700
 """Codes of errors; positive ones are a status of HTTP."""
-INVALID = "the answer of the server does not follow MCP"
+INVALID_ANSWER_MESSAGE = "the answer of the server does not follow MCP"
 CONFIGURED = "configuration"
 
 
@@ -199,16 +199,20 @@ class ConnectionPool:
         except ConnectionFailed as error:
             raise _ServerFailed(error_text(str(error), secrets), NO_CONNECTION) from None
         except MCPError as error:
-            message = CLOSED if error.code == wire.CONNECTION_CLOSED else error_text(error.message, secrets)
+            message = (
+                CONNECTION_CLOSED_MESSAGE
+                if error.code == wire.CONNECTION_CLOSED
+                else error_text(error.message, secrets)
+            )
             raise _ServerFailed(message, _status(error) or error.code) from None
         except ValidationError:
-            raise _ServerFailed(INVALID, INVALID_ANSWER) from None
+            raise _ServerFailed(INVALID_ANSWER_MESSAGE, INVALID_ANSWER) from None
         except _ServerFailed:
             raise
         except Exception as error:  # noqa: BLE001 (an error for the model, and logged)
             # Its message may contain what the server sent.
             log.error("a call of a tool of an MCP server failed: %s", type(error).__name__)
-            raise _ServerFailed(INVALID, INVALID_ANSWER) from None
+            raise _ServerFailed(INVALID_ANSWER_MESSAGE, INVALID_ANSWER) from None
 
     def _connect(self, target: McpTarget) -> McpConnection:
         connection = self._connections.pop(target, None)
