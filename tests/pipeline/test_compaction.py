@@ -324,7 +324,7 @@ def test_images_are_named() -> None:
     )
 
 
-def test_without_a_server() -> None:
+def test_local_generation_compacts() -> None:
     engine = Summarizer()
 
     async def script() -> None:
