@@ -6,7 +6,7 @@
     approval := added  done
 
 Rules
-1. A call waits for its output after its arguments; meanwhile other items of the same turn may follow.
+1. A call waits for its output after its arguments; meanwhile other items of the same round may follow.
 2. A call without an output, because the reply was cut off or has failed, is incomplete.
 """
 
