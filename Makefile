@@ -68,7 +68,7 @@ fuzz: $(VENV)/.installed-dev ## a million random requests, each answer judged; g
 	@$(BIN)/dragoman pull smollm2
 	@$(BIN)/python -m tools.fuzz --resume $(ARGS)
 
-clients: $(CLIENTS)/.installed $(VENV)/.installed ## coding agents and SDKs against a rehearsed model; ARGS="codex" runs one
+clients: $(CLIENTS)/.installed $(VENV)/.installed ## coding agents and SDKs against scripted models; ARGS="codex" runs one
 	@$(BIN)/python -m clients.run $(ARGS)
 
 audit: $(AUDIT)/.installed ## known vulnerabilities of the locked dependencies, and an SBOM in dist/sbom.json

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 URL = "http://127.0.0.1:8000"
 """Stands for the address of the server in commands, variables and files, as a person would write it."""
-KEY = "rehearsal-key"
+KEY = "client-test-key"
 PROMPT = "Write the proof and tell me what you wrote."
 PROOF = "proof-4711"
 ANSWER = f"The tool wrote {PROOF}."

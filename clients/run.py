@@ -1,14 +1,15 @@
-"""Whether the programs that people use work: each asks a real server, runs a tool and prints the final answer.
+"""Runs coding agents and SDKs against `dragoman serve` with scripted models.
 
     python -m clients.run [--list] [--workers N] [NAME ...]
 
-`dragoman serve` plays a model for each agent: it calls one tool, and answers when it has seen what that printed. Every
-client gets a home and a folder of its own, the key of the rehearsal and a time limit, and runs after the one before.
+Each client asks the server, runs a tool and prints the final answer. The scripted model of an agent calls one tool, and
+answers when it has seen what the tool printed. Every client gets a home and a folder of its own, the key of the server
+and a time limit. The clients run one after the other.
 
-    agents.py, programs.py     declarations of the clients
+    agents.py, sdks.py         declarations of the clients
     client.py                  what a declaration is
-    rehearsal.py               the server
-    trial.py                   one client: runs it, and finds out whether it has passed
+    scripted_server.py         the server
+    client_run.py              runs one client, and finds out whether it has passed
     sessions.py                long sessions: three compactions, a cancelled turn, a resumed session
     packages.py                what `make clients` has installed
     settings/                  configuration files, as a person would write them
@@ -26,22 +27,22 @@ from typing import NamedTuple
 from clients import packages
 from clients.agents import agents
 from clients.client import Client, Outcome
-from clients.programs import programs
-from clients.rehearsal import Server, configure, serving
-from clients.sessions import hold, sessions
-from clients.trial import try_out
+from clients.client_run import run_client
+from clients.scripted_server import Server, configure, run_server
+from clients.sdks import sdks
+from clients.sessions import run_long_session, sessions
 
 
-class Trial(NamedTuple):
+class ClientTest(NamedTuple):
     client: Client
     run: Callable[[Server], Outcome]
 
 
-def trials() -> Iterator[Trial]:
-    for client in (*agents(), *programs()):
-        yield Trial(client, partial(try_out, client))
+def client_tests() -> Iterator[ClientTest]:
+    for client in (*agents(), *sdks()):
+        yield ClientTest(client, partial(run_client, client))
     for session in sessions():
-        yield Trial(session.client, partial(hold, session))
+        yield ClientTest(session.client, partial(run_long_session, session))
 
 
 def main() -> None:
@@ -50,24 +51,24 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="show their names")
     parser.add_argument("--workers", default="1", metavar="N", help="front ends of the server (1)")
     arguments = parser.parse_args()
-    known = list(trials())
-    names = [trial.client.name for trial in known]
+    known = list(client_tests())
+    names = [test.client.name for test in known]
     if arguments.list:
         print("\n".join(names))
         return
     if unknown := [wanted for wanted in arguments.names if not any(_is_chosen(name, [wanted]) for name in names)]:
         parser.error(f"no client {', '.join(unknown)}; there are {', '.join(names)}")
     packages.prepare()
-    configuration = configure([trial.client for trial in known])
+    configuration = configure([test.client for test in known])
     outcomes = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        serving(Path(folder), configuration, "--workers", arguments.workers) as server,
+        run_server(Path(folder), configuration, "--workers", arguments.workers) as server,
     ):
-        for trial in known:
-            if _is_chosen(trial.client.name, arguments.names):
-                print(f"{trial.client.name} ...", flush=True)
-                outcomes.append(trial.run(server))
+        for test in known:
+            if _is_chosen(test.client.name, arguments.names):
+                print(f"{test.client.name} ...", flush=True)
+                outcomes.append(test.run(server))
     show(outcomes)
     sys.exit(any(outcome.problem for outcome in outcomes))
 

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from clients import packages
 from clients.client import KEY, URL, Client, Outcome, Reply, launch, tool_call
-from clients.rehearsal import Server
-from clients.trial import Home, Run, find_bad_end, find_refusals, finish, show_failure
+from clients.client_run import Home, Run, find_bad_end, find_refusals, finish, show_failure
+from clients.scripted_server import Server
 
 FACT = "ORCHID-7351"
 NOTE = f"The launch code is {FACT}."
@@ -119,7 +119,7 @@ def remember(tool: str, argument: str, compaction: str) -> list[Reply]:
     ]
 
 
-def hold(session: Session, server: Server) -> Outcome:
+def run_long_session(session: Session, server: Server) -> Outcome:
     client = session.client
     before, begun = len(server.answers()), time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

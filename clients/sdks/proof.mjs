@@ -3,7 +3,7 @@ import { writeFileSync } from "node:fs";
 
 export const url = process.env.DRAGOMAN_URL;
 export const apiKey = process.env.DRAGOMAN_API_KEY;
-export const model = "for-programs";
+export const model = "for-sdks";
 export const prompt = "Write the proof and tell me what you wrote.";
 export const name = "write_proof";
 export const description = "Writes the proof and returns it";

@@ -46,7 +46,7 @@ def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @dataclass
-class Desk:
+class LaunchEnvironment:
     """A folder with the fake agents, a home, and a place for temporary files."""
 
     folder: Path
@@ -94,20 +94,22 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Desk:
+def launch_env(tmp_path: Path) -> LaunchEnvironment:
     for name in ("bin", "tmp"):
         (tmp_path / name).mkdir()
     for agent in AGENTS.values():
         script = tmp_path / "bin" / agent.program
         script.write_text(f"#!{sys.executable}\n{Path(fake_agent.__file__).read_text()}")
         script.chmod(0o755)
-    return Desk(tmp_path)
+    return LaunchEnvironment(tmp_path)
 
 
 @pytest.mark.parametrize("agent", AGENTS.values(), ids=AGENTS)
-def test_agent_gets_its_settings_and_reaches_the_server(desk: Desk, server: Running, agent: Agent) -> None:
+def test_agent_gets_its_settings_and_reaches_the_server(
+    launch_env: LaunchEnvironment, server: Running, agent: Agent
+) -> None:
     conflicting = {name: "1" for name, value in agent.environment.items() if value is None}
-    done = desk.launch(
+    done = launch_env.launch(
         *(agent.name, "--url", server.url, "--api-key", KEY, "--model", "for-agents"),
         *("--", "--print", "a question", "--"),
         **conflicting,
@@ -116,26 +118,30 @@ def test_agent_gets_its_settings_and_reaches_the_server(desk: Desk, server: Runn
     )
     assert (done.returncode, done.stdout) == (7, "Hello, agent.\n"), done.stderr
     assert "warning" not in done.stderr
-    record = desk.record()
+    record = launch_env.record()
     assert record["arguments"][-3:] == ["--print", "a question", "--"]
     assert not set(conflicting) & set(record["environment"])
     assert set(record["files"]) == set(agent.files)
-    assert desk.temporary_folders() == []
+    assert launch_env.temporary_folders() == []
 
 
 @pytest.mark.parametrize("agent", AGENTS.values(), ids=AGENTS)
-def test_printed_settings_are_those_of_a_launch(desk: Desk, open_server: Running, agent: Agent) -> None:
+def test_printed_settings_are_those_of_a_launch(
+    launch_env: LaunchEnvironment, open_server: Running, agent: Agent
+) -> None:
     """The script that is printed gives the agent the same variables, arguments and files."""
     arguments = (agent.name, "--url", open_server.url, "--model", "for-agents")
-    done = desk.launch(*arguments, FAKE_AGENT_KEY=NO_KEY)
+    done = launch_env.launch(*arguments, FAKE_AGENT_KEY=NO_KEY)
     assert done.returncode == 0, done.stderr
-    launched = comparable(desk.record())
-    (desk.folder / "record.json").unlink()
-    printed = desk.launch(*arguments, "--print-config")
+    launched = comparable(launch_env.record())
+    (launch_env.folder / "record.json").unlink()
+    printed = launch_env.launch(*arguments, "--print-config")
     assert (printed.returncode, printed.stderr) == (0, "")
-    assert not (desk.folder / "record.json").exists()
-    subprocess.run(["sh", "-eu"], input=printed.stdout, env=desk.environment, cwd=desk.folder, text=True, check=True)
-    assert comparable(desk.record()) == launched
+    assert not (launch_env.folder / "record.json").exists()
+    subprocess.run(
+        ["sh", "-eu"], input=printed.stdout, env=launch_env.environment, cwd=launch_env.folder, text=True, check=True
+    )
+    assert comparable(launch_env.record()) == launched
 
 
 def comparable(record: dict[str, Any]) -> dict[str, Any]:
@@ -147,82 +153,84 @@ def comparable(record: dict[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def test_printed_settings_hide_the_key(desk: Desk, server: Running) -> None:
-    done = desk.launch("claude", "--url", server.url, "--api-key", KEY, "--print-config")
+def test_printed_settings_hide_the_key(launch_env: LaunchEnvironment, server: Running) -> None:
+    done = launch_env.launch("claude", "--url", server.url, "--api-key", KEY, "--print-config")
     assert KEY not in done.stdout
     assert "export ANTHROPIC_AUTH_TOKEN='***'" in done.stdout
     assert "export ANTHROPIC_MODEL=for-agents" in done.stdout
 
 
-def test_printed_settings_without_a_server(desk: Desk) -> None:
-    port = write_config(desk)
-    done = desk.launch("claude", "--print-config")
+def test_printed_settings_without_a_server(launch_env: LaunchEnvironment) -> None:
+    port = write_config(launch_env)
+    done = launch_env.launch("claude", "--print-config")
     assert done.returncode == 0
     assert done.stderr == f"no server runs at http://127.0.0.1:{port}; the settings are for one that does\n"
     assert f"export ANTHROPIC_BASE_URL=http://127.0.0.1:{port}\n" in done.stdout
     assert "export CLAUDE_CODE_MAX_CONTEXT_TOKENS=65536\n" in done.stdout
 
 
-def write_config(desk: Desk, **more: Any) -> int:
+def write_config(launch_env: LaunchEnvironment, **more: Any) -> int:
     """Write a configuration for a server that does not run. Returns its port."""
     port = ports.free_port()
     config = {"models": MODELS, "models_dir": [], "storage": "memory", "port": port} | more
-    (desk.folder / "dragoman.yaml").write_text(json.dumps(config))
+    (launch_env.folder / "dragoman.yaml").write_text(json.dumps(config))
     return port
 
 
 @pytest.mark.parametrize("workers", [1, 2], ids=["one process", "two front ends"])
-def test_server_is_started_and_ended_with_the_agent(desk: Desk, workers: int) -> None:
-    write_config(desk, workers=workers, api_keys=[KEY])
-    done = desk.launch("claude", FAKE_AGENT_KEY=KEY)
+def test_server_is_started_and_ended_with_the_agent(launch_env: LaunchEnvironment, workers: int) -> None:
+    write_config(launch_env, workers=workers, api_keys=[KEY])
+    done = launch_env.launch("claude", FAKE_AGENT_KEY=KEY)
     assert (done.returncode, done.stdout) == (0, "Hello, agent.\n"), done.stderr
     started = re.search(r"starting a server on (http://127\.0\.0\.1:\d+); its log is (\S+)\n", done.stderr)
     assert started is not None
-    assert desk.record()["environment"]["ANTHROPIC_BASE_URL"] == started[1]
+    assert launch_env.record()["environment"]["ANTHROPIC_BASE_URL"] == started[1]
     log = Path(started[2]).read_text()
     assert "ready" in log
     assert "Traceback" not in log
-    assert "no answer" in refused(desk.launch("claude", "--url", started[1]))
+    assert "no answer" in refused(launch_env.launch("claude", "--url", started[1]))
 
 
-def test_server_at_the_configured_address_is_used(desk: Desk, server: Running) -> None:
-    write_config(desk, api_keys=[KEY])
-    config = json.loads((desk.folder / "dragoman.yaml").read_text())
-    (desk.folder / "dragoman.yaml").write_text(json.dumps(config | {"port": server.port}))
-    done = desk.launch("claude", FAKE_AGENT_KEY=KEY)
+def test_server_at_the_configured_address_is_used(launch_env: LaunchEnvironment, server: Running) -> None:
+    write_config(launch_env, api_keys=[KEY])
+    config = json.loads((launch_env.folder / "dragoman.yaml").read_text())
+    (launch_env.folder / "dragoman.yaml").write_text(json.dumps(config | {"port": server.port}))
+    done = launch_env.launch("claude", FAKE_AGENT_KEY=KEY)
     assert (done.returncode, done.stdout) == (0, "Hello, agent.\n"), done.stderr
     assert done.stderr == f"starting Claude Code with the model for-agents of {server.url}\n"
 
 
-def test_model_may_be_a_source(desk: Desk, smollm2_path: Path) -> None:
-    write_config(desk)
-    done = desk.launch("aider", "--model", f"for-agents-too={smollm2_path}")
+def test_model_may_be_a_source(launch_env: LaunchEnvironment, smollm2_path: Path) -> None:
+    write_config(launch_env)
+    done = launch_env.launch("aider", "--model", f"for-agents-too={smollm2_path}")
     assert done.returncode == 0, done.stderr
-    assert "--model=openai/for-agents-too" in desk.record()["arguments"]
-    assert '"max_input_tokens": 8192' in desk.record()["files"]["models.json"]
+    assert "--model=openai/for-agents-too" in launch_env.record()["arguments"]
+    assert '"max_input_tokens": 8192' in launch_env.record()["files"]["models.json"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signals_reach_the_agent_once(desk: Desk, server: Running, number: signal.Signals) -> None:
-    process = desk.start("qwen", "--url", server.url, "--api-key", KEY, FAKE_AGENT_WAIT="1", FAKE_AGENT_EXIT="9")
+def test_signals_reach_the_agent_once(launch_env: LaunchEnvironment, server: Running, number: signal.Signals) -> None:
+    process = launch_env.start("qwen", "--url", server.url, "--api-key", KEY, FAKE_AGENT_WAIT="1", FAKE_AGENT_EXIT="9")
     assert process.stdout is not None
     assert process.stdout.readline() == "waiting\n"
-    assert len(desk.temporary_folders()) == 1
+    assert len(launch_env.temporary_folders()) == 1
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     assert (process.returncode, output) == (9, f"got {number.name}\n")
-    assert desk.temporary_folders() == []
+    assert launch_env.temporary_folders() == []
 
 
 @pytest.mark.parametrize("is_piped", [False, True], ids=["terminal", "redirected input"])
-def test_ctrl_c_on_a_terminal_reaches_the_agent_once(desk: Desk, server: Running, is_piped: bool) -> None:
+def test_ctrl_c_on_a_terminal_reaches_the_agent_once(
+    launch_env: LaunchEnvironment, server: Running, is_piped: bool
+) -> None:
     command = [sys.executable, "-m", "dragoman", "launch", "claude", "--url", server.url, "--api-key", KEY]
     pid, terminal = pty.fork()
     if pid == 0:
-        os.chdir(desk.folder)
+        os.chdir(launch_env.folder)
         if is_piped:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.execve(sys.executable, command, desk.environment | {"FAKE_AGENT_WAIT": "1", "FAKE_AGENT_EXIT": "3"})
+        os.execve(sys.executable, command, launch_env.environment | {"FAKE_AGENT_WAIT": "1", "FAKE_AGENT_EXIT": "3"})
     shown = b""
     while b"waiting" not in shown:
         shown += os.read(terminal, 4096)
@@ -236,14 +244,14 @@ def test_ctrl_c_on_a_terminal_reaches_the_agent_once(desk: Desk, server: Running
     assert b"got SIGINT\r\n" in shown
 
 
-def test_killed_agent(desk: Desk, server: Running) -> None:
-    done = desk.launch("claude", "--url", server.url, "--api-key", KEY, FAKE_AGENT_EXIT="-9")
+def test_killed_agent(launch_env: LaunchEnvironment, server: Running) -> None:
+    done = launch_env.launch("claude", "--url", server.url, "--api-key", KEY, FAKE_AGENT_EXIT="-9")
     assert done.returncode == 137
 
 
-def test_started_server_ends_with_a_killed_launcher(desk: Desk) -> None:
-    write_config(desk)
-    process = desk.start("claude", FAKE_AGENT_WAIT="1")
+def test_started_server_ends_with_a_killed_launcher(launch_env: LaunchEnvironment) -> None:
+    write_config(launch_env)
+    process = launch_env.start("claude", FAKE_AGENT_WAIT="1")
     assert process.stdout is not None
     assert process.stdout.readline() == "waiting\n"
     server, agent = sorted(children_of(process.pid), key=lambda pid: b"claude" in command_of(pid))
@@ -265,28 +273,30 @@ def test_started_server_ends_with_a_killed_launcher(desk: Desk) -> None:
         (MODELS, ["--model", "lost.gguf"], "the server answered 503 Service Unavailable: no file lost.gguf"),
     ],
 )
-def test_model_that_cannot_be_loaded(desk: Desk, models: Any, arguments: list[str], words: str) -> None:
-    write_config(desk, models=models)
-    done = desk.launch("claude", *arguments)
+def test_model_that_cannot_be_loaded(
+    launch_env: LaunchEnvironment, models: Any, arguments: list[str], words: str
+) -> None:
+    write_config(launch_env, models=models)
+    done = launch_env.launch("claude", *arguments)
     assert done.returncode == 2
     assert words in done.stderr.splitlines()[-1]
-    assert not (desk.folder / "record.json").exists()
+    assert not (launch_env.folder / "record.json").exists()
 
 
-def test_warnings_about_the_model(desk: Desk, server: Running) -> None:
-    done = desk.launch("codex", "--url", server.url, "--api-key", KEY, "--model", "small")
+def test_warnings_about_the_model(launch_env: LaunchEnvironment, server: Running) -> None:
+    done = launch_env.launch("codex", "--url", server.url, "--api-key", KEY, "--model", "small")
     assert done.returncode == 0
     context, form, _ = done.stderr.splitlines()
     assert context.startswith("warning: the model small has a context of 4,000 tokens, and Codex needs at least 32,768")
     assert form.startswith("warning: the model small has the format plain, so Codex gets no tool calls")
 
 
-def test_list_of_agents(desk: Desk) -> None:
-    (desk.folder / "bin" / "codex").unlink()
-    done = desk.launch(PATH=str(desk.folder / "bin"))
+def test_list_of_agents(launch_env: LaunchEnvironment) -> None:
+    (launch_env.folder / "bin" / "codex").unlink()
+    done = launch_env.launch(PATH=str(launch_env.folder / "bin"))
     rows = {line.split()[0]: line for line in done.stdout.splitlines()[1:]}
     assert list(rows) == list(AGENTS)
-    assert rows["claude"].endswith(str(desk.folder / "bin" / "claude"))
+    assert rows["claude"].endswith(str(launch_env.folder / "bin" / "claude"))
     assert rows["codex"].endswith("no: npm install -g @openai/codex")
 
 
@@ -302,14 +312,14 @@ def test_list_of_agents(desk: Desk) -> None:
         (["claude", "--model", "other"], "--model other: expected NAME=SOURCE, a path, or a built-in name"),
     ],
 )
-def test_user_errors(desk: Desk, server: Running, arguments: list[str], words: str) -> None:
-    write_config(desk)
+def test_user_errors(launch_env: LaunchEnvironment, server: Running, arguments: list[str], words: str) -> None:
+    write_config(launch_env)
     given = [argument.replace("{url}", server.url) for argument in arguments]
-    assert words in refused(desk.launch(*given))
+    assert words in refused(launch_env.launch(*given))
 
 
-def test_agent_that_is_not_installed(desk: Desk) -> None:
-    words = refused(desk.launch("claude", PATH=str(desk.folder)))
+def test_agent_that_is_not_installed(launch_env: LaunchEnvironment) -> None:
+    words = refused(launch_env.launch("claude", PATH=str(launch_env.folder)))
     assert words == "Claude Code is not installed: npm install -g @anthropic-ai/claude-code"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dragoman.agents.recorded_requests import read_recorded_requests
+from dragoman.agents.sample_requests import read_sample_requests
 from dragoman.agents.table import AGENTS
 from tests.cli.test_cli import environment, refused
 from tests.support.server_process import Running, serving
@@ -222,9 +222,9 @@ def test_repeated_tokens_are_counted(tmp_path: Path, templates: Running) -> None
 
 
 @pytest.mark.parametrize("agent", RECORDED)
-def test_recorded_requests_have_the_size_of_real_requests(agent: str) -> None:
+def test_sample_requests_have_the_size_of_real_requests(agent: str) -> None:
     """Agents send 30 to 116 KB."""
-    requests = read_recorded_requests(AGENTS[agent])
+    requests = read_sample_requests(AGENTS[agent])
     second = requests.second
     size = sum(len(message.text) for message in second.messages)
     size += sum(len(tool.description) + len(json.dumps(tool.parameters)) for tool in second.tools)

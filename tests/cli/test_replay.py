@@ -92,7 +92,9 @@ VERDICTS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", VERDICTS)
-def test_verdict(case: str, server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verdict_and_differences_of_a_replayed_exchange(
+    case: str, server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fields, verdict, differing = VERDICTS[case]
     code, shown = report(recording(tmp_path, exchange(**fields)), server, capsys)
     (entry,) = shown["exchanges"]

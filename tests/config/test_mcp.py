@@ -60,7 +60,9 @@ def test_mistakes_have_a_line(tmp_path: Path, text: str, problem: str, capfd: py
     assert "canary" not in str(problems)
 
 
-def test_good_settings(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_valid_settings_load_and_hide_their_secrets(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TOKEN", "canary-of-the-environment")
     text = """mcp_servers:
   files: {command: [sh, -c, "exit"], env: {KEY: canary-key}, tools: [read]}

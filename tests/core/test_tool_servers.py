@@ -48,7 +48,7 @@ def test_plain_names_are_kept() -> None:
         (ToolFilter(("write",), is_read_only=True), []),
     ],
 )
-def test_filters(chosen: ToolFilter, expected: list[ListedTool]) -> None:
+def test_filter_chooses_tools_by_name_and_read_only_hint(chosen: ToolFilter, expected: list[ListedTool]) -> None:
     assert [tool for tool in (READ, WRITE) if chosen.matches(tool)] == expected
 
 

@@ -38,7 +38,7 @@ from dragoman.pipeline.transcript import Transcript
 PART = re.compile(r"<conversation>\n(.*)\n</conversation>\n\n[^<>]*\Z", re.DOTALL)
 EARLIER = re.compile(r"<summary>\n(.*?)\n</summary>\n\n<conversation>", re.DOTALL)
 SHORT = SummaryOptions(prompt="Summarise:", max_tokens=40)
-ALWAYS = Compact("input", stops=True)
+ALWAYS = Compact("input", is_compaction_only=True)
 
 
 class Summarizer(Engine):
@@ -158,7 +158,7 @@ def test_every_text_is_read_once_or_stays(
     assume(history)
     context = SHORT.max_tokens + characters // size
     engine = (Summarizer if counts else Uncounting)(context, size, real)
-    request = asking(*messages, edits=(msgspec.structs.replace(ALWAYS, stops=False),))
+    request = asking(*messages, edits=(msgspec.structs.replace(ALWAYS, is_compaction_only=False),))
     compacted, events = edit(engine, request)
     assert compacted is not None
     compaction = compaction_of(events)
@@ -238,7 +238,10 @@ def test_the_summary_is_written_without_tools_and_thinking_and_options_of_the_re
 
 def test_instructions_replace_the_prompt() -> None:
     engine = Summarizer()
-    edit(engine, asking(said("user", "hello"), edits=(Compact("x", stops=True, instructions="Only the names."),)))
+    edit(
+        engine,
+        asking(said("user", "hello"), edits=(Compact("x", is_compaction_only=True, instructions="Only the names."),)),
+    )
     assert engine.prompts[0].startswith("Only the names.\n\n<conversation>\n[user]\nhello\n</conversation>")
 
 
@@ -321,7 +324,7 @@ def test_images_are_named() -> None:
     )
 
 
-def test_without_a_server() -> None:
+def test_local_generation_compacts() -> None:
     engine = Summarizer()
 
     async def script() -> None:

@@ -117,7 +117,7 @@ def test_clear_thinking(keep: int, left: list[str]) -> None:
     assert arguments(messages) == arguments(tuple(THOUGHTS))
 
 
-def test_both_edits() -> None:
+def test_thinking_and_tool_uses_are_cleared_in_one_request() -> None:
     messages, applied = clear(THOUGHTS, ClearThinking("edits[0]"), ClearToolUses("edits[1]", 1))
     assert [count for count, _ in applied] == [2, 2]
     assert cleared_ids(messages) == ["c0", "c1"]

@@ -162,12 +162,12 @@ def test_a_huge_compaction_is_read() -> None:
 
 def test_trigger() -> None:
     request = decode_response(input=[*HISTORY, TRIGGER]).request
-    assert request.edits == (Compact("input[6]", stops=True),)
+    assert request.edits == (Compact("input[6]", is_compaction_only=True),)
     assert len(request.messages) == 5
     assert request == msgspec.structs.replace(decode_response(input=HISTORY).request, edits=request.edits)
     # It decides, whatever the threshold.
     both = decode_response(input=[HI, TRIGGER], context_management=[{"type": "compaction", "compact_threshold": 9}])
-    assert both.request.edits == (Compact("input[1]", stops=True),)
+    assert both.request.edits == (Compact("input[1]", is_compaction_only=True),)
     assert both.context.items == (HI,)
 
 
@@ -223,7 +223,7 @@ def test_invalid_setting(setting: Any, param: str) -> None:
 def test_request_to_compact() -> None:
     body = {"input": [*HISTORY, TRIGGER], "stream": True, "store": True, "background": False, "tools": []}
     request = decode(parse(msgspec.json.encode(body)), compacts=True).request
-    assert request.edits == (Compact("input[6]", stops=True),)
+    assert request.edits == (Compact("input[6]", is_compaction_only=True),)
     assert not request.delivery.stream
     assert asked(request) == [("unknown", "stream"), ("unknown", "store")]
 
@@ -347,7 +347,7 @@ def turns(value: Any) -> dict[str, Any]:
         (COMPACT, Compact(PATH, 150_000)),
         (
             COMPACT | {"trigger": tokens(50_000), "pause_after_compaction": True, "instructions": "Names."},
-            Compact(PATH, 50_000, stops=True, instructions="Names."),
+            Compact(PATH, 50_000, is_compaction_only=True, instructions="Names."),
         ),
         (COMPACT | {"instructions": " \n", "trigger": None}, Compact(PATH, 150_000)),
     ],
@@ -399,9 +399,9 @@ def test_invalid_context_management(value: Any) -> None:
 
 def test_compaction_on_demand() -> None:
     summarize: dict[str, Any] = {"type": "summarize"}
-    assert decode_message(compaction=summarize).edits == (Compact("compaction", stops=True),)
+    assert decode_message(compaction=summarize).edits == (Compact("compaction", is_compaction_only=True),)
     named = decode_message(compaction=summarize | {"instructions": "Names."})
-    assert named.edits == (Compact("compaction", stops=True, instructions="Names."),)
+    assert named.edits == (Compact("compaction", is_compaction_only=True, instructions="Names."),)
     assert asked(named) == []
     assert rejected_message(compaction={"type": "compact"}) == "compaction.type"
     others: dict[str, Any] = {
@@ -499,7 +499,9 @@ def test_a_message_with_a_compaction(progress: tuple[ContextEvent, ...]) -> None
 
 @pytest.mark.parametrize("path", [PATH, "compaction"])
 def test_a_message_that_is_only_a_compaction(path: str) -> None:
-    reply = check_reply("messages", request_with(Compact(path, stops=True)), ContextEdited((), COMPACTION), *STOPPED)
+    reply = check_reply(
+        "messages", request_with(Compact(path, is_compaction_only=True)), ContextEdited((), COMPACTION), *STOPPED
+    )
     assert reply["content"] == [block(signature=SIGNATURE.sign("They met."))]
     assert (reply["stop_reason"], reply["usage"]["input_tokens"]) == ("compaction", 0)
     assert [entry["type"] for entry in reply["usage"]["iterations"]] == ["compaction"]

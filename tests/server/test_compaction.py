@@ -121,7 +121,7 @@ def check_seen(text: str, *others: str) -> None:
 # OpenAI
 
 
-def test_compact(client: OpenAI) -> None:
+def test_compact_route_output_continues_and_compacts_again(client: OpenAI) -> None:
     compacted = compact(client, HISTORY, instructions="Ignore this.")
     assert compacted["id"].startswith("resp_")
     assert [item.get("role") for item in compacted["output"]] == ["developer", "user", "user", None]
@@ -143,7 +143,7 @@ def test_compact_a_stored_response(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_trigger(client: OpenAI, is_stream: bool) -> None:
+def test_trigger_item_ends_the_response_with_a_compaction(client: OpenAI, is_stream: bool) -> None:
     said = [*HISTORY, TRIGGER]
     if is_stream:
         events = stream(client, said)
@@ -164,7 +164,9 @@ def test_trigger(client: OpenAI, is_stream: bool) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_threshold(client: OpenAI, running: Running, is_stream: bool) -> None:
+def test_conversation_above_the_threshold_is_compacted_before_the_reply(
+    client: OpenAI, running: Running, is_stream: bool
+) -> None:
     fields: dict[str, Any] = {"context_management": threshold(200)}
     short = create(client, HISTORY, context_management=threshold(250))
     assert kinds(short.output) == ["message"]
@@ -193,7 +195,7 @@ def test_a_long_chain_of_responses_does_not_grow(client: OpenAI) -> None:
     assert max(sizes) < 8
 
 
-def test_conversation(client: OpenAI) -> None:
+def test_compaction_is_added_to_a_stored_conversation(client: OpenAI) -> None:
     conversation = client.conversations.create(items=HISTORY)
     compacted = create(client, [TRIGGER], conversation=conversation.id)
     assert kinds(compacted.output) == ["compaction"]
@@ -202,7 +204,7 @@ def test_conversation(client: OpenAI) -> None:
     check_seen(create(client, AFTER, conversation=conversation.id).output_text)
 
 
-def test_background(client: OpenAI) -> None:
+def test_background_response_can_be_a_compaction(client: OpenAI) -> None:
     response = create(client, [*HISTORY, TRIGGER], background=True)
     assert eventually(lambda: client.responses.retrieve(response.id).status == "completed")
     found = client.responses.retrieve(response.id)
@@ -210,7 +212,7 @@ def test_background(client: OpenAI) -> None:
     check_seen(create(client, AFTER, previous_response_id=response.id).output_text)
 
 
-def test_batch(client: OpenAI) -> None:
+def test_batch_line_compacts_above_the_threshold(client: OpenAI) -> None:
     body = {"model": "reader", "input": HISTORY, "context_management": threshold(200)}
     line = {"custom_id": "a", "method": "POST", "url": RESPONSES, "body": body}
     batch = finish(client, submit(client, [line], RESPONSES).id)
@@ -218,7 +220,7 @@ def test_batch(client: OpenAI) -> None:
     assert [item["type"] for item in result["response"]["body"]["output"]] == ["compaction", "message"]
 
 
-def test_codex(plain: httpx.Client) -> None:
+def test_recorded_codex_requests_compact_and_continue(plain: httpx.Client) -> None:
     """Codex compacts a conversation, sends what it keeps with the item, and goes on."""
     turn, after = (json.loads((CLIENTS / f"codex__remote-compact__{at}.json").read_text())["body"] for at in (1, 2))
     text = plain.post(RESPONSES, json=turn | {"model": "reader"}).text
@@ -289,7 +291,9 @@ FOREIGN = {"type": "compaction", "encrypted_content": "gAAAAABo"}
         ),
     ],
 )
-def test_mistakes(plain: httpx.Client, path: str, body: dict[str, Any], param: str, code: str | None) -> None:
+def test_invalid_compaction_requests_are_refused(
+    plain: httpx.Client, path: str, body: dict[str, Any], param: str, code: str | None
+) -> None:
     for is_stream in (False, True):
         refused(plain.post(path, json=body | {"stream": is_stream}), 400, param=param, code=code)
 

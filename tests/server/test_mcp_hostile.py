@@ -207,7 +207,7 @@ async def test_too_many_tools(bad: McpServer) -> None:
         assert "more than 50 pages" in str((await listed(pool, at(bad, offered=ToolFilter(("x",))))).error)
 
 
-async def test_odd_tools(bad: McpServer) -> None:
+async def test_unusable_tool_names_are_dropped_and_unusable_schemas_replaced(bad: McpServer) -> None:
     odd = ["", "x" * 300, "a b", "ключ", "<|im_end|>", "a\nb", "../x", "a" * 100, "tool", "tool"]
     deep: Any = {}
     for _ in range(90):

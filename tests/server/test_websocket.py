@@ -1,4 +1,4 @@
-"""The WebSocket of `/v1/responses`: its handshake, messages, streams and memory."""
+"""The WebSocket of `/v1/responses`: its handshake, messages, streams and response cache."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tools.websocket import HANDSHAKE, KEY
 from websockets.sync.client import ClientConnection
 
-from dragoman.server.websocket import memory, session
+from dragoman.server.websocket import response_cache, session
 from dragoman.storage.response_values import StoredItem
 from tests.protocols import response_events
 from tests.support.raw_http import raw
@@ -267,7 +267,7 @@ def test_steering_returns_its_input(websocket: ClientConnection) -> None:
     assert event["steer"] == steer
 
 
-# Memory.
+# Response cache.
 
 
 def test_response_of_the_connection_can_be_continued_without_the_store(server: Running) -> None:
@@ -340,49 +340,49 @@ def test_conversation_is_no_larger_than_a_body(websocket: ClientConnection) -> N
     refusal(websocket, 413, "request_too_large", "input")
 
 
-class TestMemory:
-    """The memory of the connections of a process, without a server."""
+class TestResponseCache:
+    """The caches of the connections of a process, without a server."""
 
-    def remember(self, connection: memory.ConnectionMemory, response_id: str, size: int = 0) -> None:
-        items = (StoredItem("item", bytes(size - memory.ITEM_BYTES)),) if size else ()
-        memory.TurnMemory(connection, None).remember("ann", response_id, items)
+    def remember(self, connection: response_cache.ConnectionResponseCache, response_id: str, size: int = 0) -> None:
+        items = (StoredItem("item", bytes(size - response_cache.ITEM_BYTES)),) if size else ()
+        response_cache.RequestResponseCache(connection, None).remember("ann", response_id, items)
 
-    def remembered(self, connection: memory.ConnectionMemory, count: int) -> list[str]:
-        turn = memory.TurnMemory(connection, None)
-        return [str(at) for at in range(count) if turn.find("ann", str(at)) is not None]
+    def cached(self, connection: response_cache.ConnectionResponseCache, count: int) -> list[str]:
+        cache = response_cache.RequestResponseCache(connection, None)
+        return [str(at) for at in range(count) if cache.find("ann", str(at)) is not None]
 
     def test_bounds_of_a_connection(self) -> None:
-        connection = memory.ConnectionMemory(memory.ProcessMemory())
-        for at in range(memory.MAX_RESPONSES + 2):
+        connection = response_cache.ConnectionResponseCache(response_cache.ProcessResponseCache())
+        for at in range(response_cache.MAX_RESPONSES + 2):
             self.remember(connection, str(at))
-        assert self.remembered(connection, 100) == [str(at) for at in range(2, memory.MAX_RESPONSES + 2)]
-        self.remember(connection, "0", memory.CONNECTION_BYTES - 1)
+        assert self.cached(connection, 100) == [str(at) for at in range(2, response_cache.MAX_RESPONSES + 2)]
+        self.remember(connection, "0", response_cache.CONNECTION_BYTES - 1)
         self.remember(connection, "1", 1000)
-        assert self.remembered(connection, 100) == ["1"]
+        assert self.cached(connection, 100) == ["1"]
         # The latest one stays even if it is too large alone.
-        self.remember(connection, "2", memory.CONNECTION_BYTES + 1)
-        assert self.remembered(connection, 100) == ["2"]
+        self.remember(connection, "2", response_cache.CONNECTION_BYTES + 1)
+        assert self.cached(connection, 100) == ["2"]
 
     def test_bounds_of_a_process(self) -> None:
-        process = memory.ProcessMemory()
-        count = memory.PROCESS_BYTES // memory.CONNECTION_BYTES
-        connections = [memory.ConnectionMemory(process) for _ in range(count + 1)]
+        process = response_cache.ProcessResponseCache()
+        count = response_cache.PROCESS_BYTES // response_cache.CONNECTION_BYTES
+        connections = [response_cache.ConnectionResponseCache(process) for _ in range(count + 1)]
         for connection in connections[:count]:
-            self.remember(connection, "0", memory.CONNECTION_BYTES)
+            self.remember(connection, "0", response_cache.CONNECTION_BYTES)
         # It was used before the others.
-        assert self.remembered(connections[0], 1) == ["0"]
-        self.remember(connections[-1], "0", memory.CONNECTION_BYTES)
-        assert [self.remembered(connection, 1) for connection in connections] == [["0"], [], *([["0"]] * (count - 1))]
-        assert process.size == count * memory.CONNECTION_BYTES
+        assert self.cached(connections[0], 1) == ["0"]
+        self.remember(connections[-1], "0", response_cache.CONNECTION_BYTES)
+        assert [self.cached(connection, 1) for connection in connections] == [["0"], [], *([["0"]] * (count - 1))]
+        assert process.size == count * response_cache.CONNECTION_BYTES
         for connection in connections:
             connection.close()
         assert process.size == 0
 
     def test_response_belongs_to_its_principal(self) -> None:
-        connection = memory.ConnectionMemory(memory.ProcessMemory())
+        connection = response_cache.ConnectionResponseCache(response_cache.ProcessResponseCache())
         self.remember(connection, "0")
-        assert memory.TurnMemory(connection, None).find("bob", "0") is None
-        assert memory.TurnMemory(connection, "other").find("ann", "0") == ()
+        assert response_cache.RequestResponseCache(connection, None).find("bob", "0") is None
+        assert response_cache.RequestResponseCache(connection, "other").find("ann", "0") == ()
 
 
 # Streams.

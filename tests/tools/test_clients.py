@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from clients import packages
 from clients.client import ANSWER, PROOF, URL, Client
-from clients.rehearsal import configure, end
-from clients.run import trials
-from clients.trial import Home, Run, find_problem
+from clients.client_run import Home, Run, find_problem
+from clients.run import client_tests
+from clients.scripted_server import configure, end
 
 from dragoman.config.loading import Flags, load_settings
 from tests.support.requests import eventually
@@ -20,7 +20,7 @@ from tests.support.workers import alive
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
 SHOW = "import os, sys; print(os.environ['HOME'], os.getcwd(), os.environ['BASE'], sys.argv[1])"
 LEAVE = "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3).pid)"
-CLIENTS = [trial.client for trial in trials()]
+CLIENTS = [test.client for test in client_tests()]
 CLIENT = Client("small", "small", "chat", "small", (), (), {"BASE": f"{URL}/v1"}, answers=2, refused=frozenset({400}))
 
 

@@ -194,7 +194,7 @@ def _check_responses(found: Sequence[Frame]) -> bool:
         raise Wrong(f"the stream begins with {kinds[:2]} and ends with {kinds[-1]}")
     added = [event["output_index"] for kind, event in events if kind == "response.output_item.added"]
     done = [event["output_index"] for kind, event in events if kind == "response.output_item.done"]
-    # Calls of MCP servers end after the turn that made them.
+    # Calls of MCP servers end after the generation that made them.
     order = sorted(done) if any(kind.startswith("response.mcp_call.") for kind in kinds) else done
     if added != order or added != list(range(len(added))):
         raise Wrong(f"items added {added[:20]}, done {done[:20]}")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dragoman.agents.recorded_requests import AgentRequests, read_recorded_requests
+from dragoman.agents.sample_requests import AgentRequests, read_sample_requests
 from dragoman.agents.setup import Endpoint
 from dragoman.agents.table import Agent
 from dragoman.client.sync_client import Client
@@ -51,7 +51,7 @@ class Probe:
     def __init__(self, agent: Agent, endpoint: Endpoint, limit: float) -> None:
         self.agent = agent
         self.endpoint = endpoint
-        self.requests: AgentRequests = read_recorded_requests(agent)
+        self.requests: AgentRequests = read_sample_requests(agent)
         self.fits = True
         """Whether the prompt of the agent fits into the context."""
         self.thinks = False
@@ -68,7 +68,7 @@ class Probe:
         if left <= 0:
             raise AnswerTimeout("the time is over")
         return Client(
-            self.endpoint.url,
+            self.endpoint.root_url,
             api_key=self.endpoint.key,
             model=self.endpoint.model,
             protocol="chat",

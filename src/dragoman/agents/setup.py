@@ -19,17 +19,17 @@ SCRIPT_DIRECTORY = "$dir"
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """A model of a running server. `url` has no /v1, `api` has it."""
+    """A model of a running server. `root_url` has no /v1, `api_url` has it."""
 
-    url: str
-    api: str
+    root_url: str
+    api_url: str
     key: str
     model: str
     context: int | None = None
     format: str | None = None
 
     @property
-    def output(self) -> int | None:
+    def max_output_tokens(self) -> int | None:
         """The tokens of one reply: a quarter of the context, so that the rest can hold the conversation."""
         return None if self.context is None else min(MAX_OUTPUT, self.context // 4)
 
@@ -54,15 +54,15 @@ class AgentSetup(msgspec.Struct, frozen=True):
 
 def build_setup(agent: Agent, endpoint: Endpoint, directory: str) -> AgentSetup:
     """Fill in the settings of an agent. `directory` is where its files will be."""
-    output = endpoint.output
+    max_output = endpoint.max_output_tokens
     values = {
-        "url": endpoint.url,
-        "api": endpoint.api,
+        "root_url": endpoint.root_url,
+        "api_url": endpoint.api_url,
         "key": endpoint.key,
         "model": endpoint.model,
         "context": endpoint.context,
-        "output": output,
-        "prompt": None if endpoint.context is None or output is None else endpoint.context - output,
+        "max_output_tokens": max_output,
+        "prompt": None if endpoint.context is None or max_output is None else endpoint.context - max_output,
         "dir": directory,
     }
     filled = _fill({name: value for name, value in agent.environment.items() if value is not None}, values)

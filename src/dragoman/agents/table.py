@@ -3,15 +3,19 @@
     Agent   := name, title, program, install, protocol, context, environment, arguments, files
     value   := text | object | list, with placeholders in its texts
 
-    $url      the address of the server           $api     the address of its API, with /v1
-    $key      a key of the server                 $model   the name of the model
-    $context  the context of the model            $output  how much of it one reply may use
-    $prompt   the rest of the context             $dir     the folder of `files`, which lives as long as the agent
+    $root_url           the address of the server, without /v1
+    $api_url            the address of its API, with /v1
+    $key                a key of the server
+    $model              the name of the model
+    $context            the context of the model
+    $max_output_tokens  how much of it one reply may use
+    $prompt             the rest of the context
+    $dir                the folder of `files`, which lives as long as the agent
 
 Rules
 1. The settings override those of the user, and leave the files of the user as they are.
-2. A text that is only `$context`, `$output` or `$prompt` becomes a number in an object. What needs an unknown value is
-   left out: the variable, the argument, or the key of the object.
+2. A text that is only `$context`, `$max_output_tokens` or `$prompt` becomes a number in an object. What needs an
+   unknown value is left out: the variable, the argument, or the key of the object.
 3. A variable that is None is removed from the environment. An object is written as JSON; JSON is YAML too.
 4. A file is an object, or a list of texts and objects that are joined.
 
@@ -46,7 +50,7 @@ CLAUDE = Agent(
     protocol="messages",
     context=65_536,
     environment={
-        "ANTHROPIC_BASE_URL": "$url",
+        "ANTHROPIC_BASE_URL": "$root_url",
         "ANTHROPIC_AUTH_TOKEN": "$key",
         "ANTHROPIC_MODEL": "$model",
         "ANTHROPIC_DEFAULT_FABLE_MODEL": "$model",
@@ -54,7 +58,7 @@ CLAUDE = Agent(
         "ANTHROPIC_DEFAULT_SONNET_MODEL": "$model",
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": "$model",
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "$context",
-        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "$output",
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "$max_output_tokens",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         # Claude Code then ignores the servers, keys and models in settings files.
         "CLAUDE_CODE_PROVIDER_MANAGED_BY_HOST": "1",
@@ -80,7 +84,7 @@ CODEX = Agent(
         '--config=model_provider="dragoman"',
         "--config=model_context_window=$context",
         '--config=model_providers.dragoman.name="Dragoman"',
-        '--config=model_providers.dragoman.base_url="$api"',
+        '--config=model_providers.dragoman.base_url="$api_url"',
         '--config=model_providers.dragoman.env_key="DRAGOMAN_API_KEY"',
         '--config=model_providers.dragoman.wire_api="responses"',
     ),
@@ -102,12 +106,12 @@ OPENCODE = Agent(
                 "dragoman": {
                     "npm": "@ai-sdk/openai-compatible",
                     "name": "Dragoman",
-                    "options": {"baseURL": "$api", "apiKey": "{env:DRAGOMAN_API_KEY}"},
+                    "options": {"baseURL": "$api_url", "apiKey": "{env:DRAGOMAN_API_KEY}"},
                     "models": {
                         "$model": {
                             "tool_call": True,
                             "reasoning": True,
-                            "limit": {"context": "$context", "output": "$output"},
+                            "limit": {"context": "$context", "output": "$max_output_tokens"},
                         }
                     },
                 }
@@ -124,9 +128,9 @@ QWEN = Agent(
     protocol="chat",
     context=32_768,
     environment={
-        "OPENAI_BASE_URL": "$api",
+        "OPENAI_BASE_URL": "$api_url",
         "OPENAI_API_KEY": "$key",
-        "QWEN_CODE_MAX_OUTPUT_TOKENS": "$output",
+        "QWEN_CODE_MAX_OUTPUT_TOKENS": "$max_output_tokens",
         "QWEN_CODE_SYSTEM_SETTINGS_PATH": "$dir/settings.json",
     },
     files={
@@ -145,13 +149,13 @@ COPILOT = Agent(
     protocol="chat",
     context=32_768,
     environment={
-        "COPILOT_PROVIDER_BASE_URL": "$api",
+        "COPILOT_PROVIDER_BASE_URL": "$api_url",
         "COPILOT_PROVIDER_API_KEY": "$key",
         "COPILOT_PROVIDER_TYPE": "openai",
         "COPILOT_PROVIDER_WIRE_API": "completions",
         "COPILOT_MODEL": "$model",
         "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": "$prompt",
-        "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": "$output",
+        "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": "$max_output_tokens",
         "COPILOT_PROVIDER_BEARER_TOKEN": None,
         "COPILOT_PROVIDER_MODEL_ID": None,
         "COPILOT_PROVIDER_WIRE_MODEL": None,
@@ -168,11 +172,11 @@ GOOSE = Agent(
     environment={
         "GOOSE_PROVIDER": "openai",
         "GOOSE_MODEL": "$model",
-        "OPENAI_HOST": "$url",
+        "OPENAI_HOST": "$root_url",
         "OPENAI_BASE_PATH": "v1/chat/completions",
         "OPENAI_API_KEY": "$key",
         "GOOSE_CONTEXT_LIMIT": "$context",
-        "GOOSE_MAX_TOKENS": "$output",
+        "GOOSE_MAX_TOKENS": "$max_output_tokens",
     },
 )
 
@@ -185,7 +189,7 @@ AIDER = Agent(
     context=8_192,
     environment={"AIDER_OPENAI_API_KEY": "$key"},
     arguments=(
-        "--openai-api-base=$api",
+        "--openai-api-base=$api_url",
         "--model=openai/$model",
         "--weak-model=openai/$model",
         "--editor-model=openai/$model",
@@ -197,8 +201,8 @@ AIDER = Agent(
                 "litellm_provider": "openai",
                 "mode": "chat",
                 "max_input_tokens": "$context",
-                "max_output_tokens": "$output",
-                "max_tokens": "$output",
+                "max_output_tokens": "$max_output_tokens",
+                "max_tokens": "$max_output_tokens",
                 "input_cost_per_token": 0,
                 "output_cost_per_token": 0,
             }
@@ -225,11 +229,11 @@ CONTINUE = Agent(
                     "name": "$model",
                     "provider": "openai",
                     "model": "$model",
-                    "apiBase": "$api",
+                    "apiBase": "$api_url",
                     "apiKey": "$key",
                     "roles": ["chat", "edit", "apply"],
                     "capabilities": ["tool_use"],
-                    "defaultCompletionOptions": {"contextLength": "$context", "maxTokens": "$output"},
+                    "defaultCompletionOptions": {"contextLength": "$context", "maxTokens": "$max_output_tokens"},
                 }
             ],
         }
@@ -256,7 +260,7 @@ CLINE = Agent(
                         "provider": "openai-compatible",
                         "apiKey": "$key",
                         "model": "$model",
-                        "baseUrl": "$api",
+                        "baseUrl": "$api_url",
                     },
                     "updatedAt": "2026-01-01T00:00:00.000Z",
                     "tokenSource": "manual",
@@ -280,7 +284,7 @@ PI = Agent(
             'export default (pi) => pi.registerProvider("dragoman", ',
             {
                 "name": "Dragoman",
-                "baseUrl": "$api",
+                "baseUrl": "$api_url",
                 "apiKey": "$key",
                 "api": "openai-completions",
                 "models": [
@@ -290,7 +294,7 @@ PI = Agent(
                         "reasoning": True,
                         "input": ["text"],
                         "contextWindow": "$context",
-                        "maxTokens": "$output",
+                        "maxTokens": "$max_output_tokens",
                         "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
                     }
                 ],

@@ -51,9 +51,9 @@ Run `dragoman COMMAND --help` for details of a command.
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
-    words, passed_on = _split_words(sys.argv[1:] if argv is None else argv)
+    words, agent_arguments = _split_words(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(words)
-    arguments.passed_on = passed_on
+    arguments.agent_arguments = agent_arguments
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return 2

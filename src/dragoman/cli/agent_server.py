@@ -106,8 +106,8 @@ def _read_endpoint(server: AdminClient, name: str | None) -> Endpoint:
     try:
         entry = _find_model(server, name)
         return Endpoint(
-            url=where.root,
-            api=where.api,
+            root_url=where.root,
+            api_url=where.api,
             key=server.key or NO_KEY,
             model=str(entry["id"]),
             context=entry.get("max_model_len"),

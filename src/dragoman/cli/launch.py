@@ -38,7 +38,7 @@ arguments and temporary files. The server is that of --url or $DRAGOMAN_URL, or 
 configuration; without one, a server is started on a free port, and ended with the agent. If the server requires a key,
 give --api-key or set $DRAGOMAN_API_KEY.
 """
-PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def add(commands: Commands) -> None:
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         endpoint = find_endpoint(arguments)
         if endpoint is None:
             endpoint = configured_endpoint(arguments)
-            print_progress(f"no server runs at {endpoint.url}; the settings are for one that does")
+            print_progress(f"no server runs at {endpoint.root_url}; the settings are for one that does")
         print(_format_config(agent, endpoint))
         return 0
     program = shutil.which(agent.program)
@@ -74,8 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
             print_progress(f"warning: {warning}")
         setup = build_setup(agent, endpoint, directory)
         setup.write_files(Path(directory))
-        print_progress(f"starting {agent.title} with the model {endpoint.model} of {endpoint.url}")
-        return _run_agent(program, setup, arguments.passed_on)
+        print_progress(f"starting {agent.title} with the model {endpoint.model} of {endpoint.root_url}")
+        return _run_agent(program, setup, arguments.agent_arguments)
 
 
 def find_agent(name: str) -> Agent:
@@ -117,11 +117,11 @@ def _run_agent(program: str, setup: AgentSetup, arguments: list[str]) -> int:
     """Run the agent and return its exit code, as a shell would."""
     process: subprocess.Popen[bytes] | None = None
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         if process is not None and not (number == signal.SIGINT and _is_foreground()):
             process.send_signal(number)
 
-    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, *PASSED_ON)}
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, *FORWARDED_SIGNALS)}
     try:
         command = [program, *setup.command[1:], *arguments]
         process = subprocess.Popen(command, env=setup.apply(os.environ))  # noqa: S603 (what the user asks for)

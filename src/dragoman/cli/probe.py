@@ -6,7 +6,7 @@ import sys
 
 import msgspec
 
-from dragoman.agents.recorded_requests import has_recorded_requests
+from dragoman.agents.sample_requests import has_sample_requests
 from dragoman.agents.table import AGENTS
 from dragoman.cli import admin_client
 from dragoman.cli.common import Commands, add_command, print_progress
@@ -22,7 +22,7 @@ examples:
 The checks use recorded requests of the agent. Tools are not run: their results are part of the check. The server is
 found, or started, as by `dragoman launch`. The exit code is 0 if the model works, also with limits, otherwise 1.
 """
-NAMES = tuple(name for name, agent in AGENTS.items() if has_recorded_requests(agent))
+NAMES = tuple(name for name, agent in AGENTS.items() if has_sample_requests(agent))
 
 
 def add(commands: Commands) -> None:
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     width = max(len(check.name) for check in CHECKS)
     with open_endpoint(arguments) as endpoint:
         probe = Probe(agent, endpoint, arguments.timeout)
-        print_progress(f"{agent.title} {probe.requests.version} with the model {endpoint.model} of {endpoint.url}")
+        print_progress(f"{agent.title} {probe.requests.version} with the model {endpoint.model} of {endpoint.root_url}")
         results = []
         for found in run_checks(probe, CHECKS):
             results.append(found)

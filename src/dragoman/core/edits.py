@@ -45,12 +45,12 @@ class ClearThinking(msgspec.Struct, frozen=True, tag="clear_thinking"):
 class Compact(msgspec.Struct, frozen=True, tag="compact"):
     """Compact the conversation above `threshold` tokens of the prompt, or when little room is left in the context.
 
-    Without a threshold it is always compacted. With `stops`, the model does not answer afterwards.
+    Without a threshold it is always compacted. With `is_compaction_only`, the model does not answer afterwards.
     """
 
     path: str
     threshold: int | None = None
-    stops: bool = False
+    is_compaction_only: bool = False
     instructions: str | None = None
     """The prompt for the summary; None means that of the configuration."""
 

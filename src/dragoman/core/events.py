@@ -1,6 +1,6 @@
 """The events of a generation: the output of a model as a stream of plain values.
 
-    stream := Started (TextDelta | ReasoningDelta | call | ToolsListed | TurnEnded | ToolOutput)* Finished
+    stream := Started (TextDelta | ReasoningDelta | call | ToolsListed | RoundEnded | ToolOutput)* Finished
     call   := ToolCallStart ToolCallDelta*
 
 Rules
@@ -12,7 +12,7 @@ Rules
 4. A character spread over several tokens belongs to the last of them. Invalid bytes become U+FFFD as soon as they are
    certain to be invalid; at the end, so does an incomplete character. The joined text does not depend on how the bytes
    are split into tokens.
-5. Engines do not emit `ToolsListed`, `TurnEnded` and `ToolOutput`. The server does (see `server/tool_rounds`).
+5. Engines do not emit `ToolsListed`, `RoundEnded` and `ToolOutput`. The server does (see `server/tool_rounds`).
 """
 
 import codecs
@@ -110,8 +110,8 @@ class ToolsListed(msgspec.Struct, frozen=True, array_like=True, tag="listed"):
     error: str | None = None
 
 
-class TurnEnded(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
-    """The model has ended its turn. The calls of tool servers run now."""
+class RoundEnded(msgspec.Struct, frozen=True, array_like=True, tag="round"):
+    """The model has ended its part of a round. The calls of tool servers run now."""
 
 
 class ToolOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
@@ -149,7 +149,7 @@ Event = (
     | ToolCallStart
     | ToolCallDelta
     | ToolsListed
-    | TurnEnded
+    | RoundEnded
     | ToolOutput
     | Finished
 )

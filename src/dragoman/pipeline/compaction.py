@@ -39,9 +39,9 @@ async def compact(
     limit = min(limits, default=DEFAULT_THRESHOLD)
     if threshold is not None and (await counter.count(request) or 0) <= limit:
         return None
-    begun = request.messages[-1:] if request.continues_last else ()
+    prefill_message = request.messages[-1:] if request.continues_last else ()
     request = msgspec.structs.replace(
-        request, messages=request.messages[: len(request.messages) - len(begun)], continues_last=False
+        request, messages=request.messages[: len(request.messages) - len(prefill_message)], continues_last=False
     )
     history = [message for message in request.messages if not is_system_message(message)]
     kept = await _count_kept(request, counter, limit // KEPT_SHARE)
@@ -52,8 +52,8 @@ async def compact(
         raise BadRequest(f"{edit.path}: there is no conversation to compact", param=edit.path)
     summary, usage = await writer.write(request, transcript, edit.instructions)
     pending = min(kept, count_pending(request.messages))
-    messages = (*compact_messages(request.messages, summary, kept, pending), *begun)
-    compacted = msgspec.structs.replace(request, messages=messages, continues_last=bool(begun))
+    messages = (*compact_messages(request.messages, summary, kept, pending), *prefill_message)
+    compacted = msgspec.structs.replace(request, messages=messages, continues_last=bool(prefill_message))
     return compacted, Compaction(summary, kept, pending, usage)
 
 
@@ -68,8 +68,8 @@ async def _count_kept(request: GenerationRequest, counter: TokenCounter, most: i
     users = sum(map(is_user_message, request.messages))
     if not users or await fits(users):
         return users
-    least, beyond = 0, users
-    while beyond - least > 1:
-        middle = (least + beyond) // 2
-        least, beyond = (middle, beyond) if await fits(middle) else (least, middle)
-    return least
+    low, high = 0, users
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if await fits(middle) else (low, middle)
+    return low

@@ -32,7 +32,7 @@ from dragoman.pipeline.token_counter import TokenCounter
 
 CLEARED = (Text("[This result was removed to save space.]"),)
 CLEARED_ARGUMENTS = "{}"
-COMPACTED: Sequence[Event] = (Started(), Finished("compaction", usage=Usage()))
+COMPACTION_ONLY: Sequence[Event] = (Started(), Finished("compaction", usage=Usage()))
 """The events of a reply that has only a compaction."""
 
 
@@ -43,18 +43,18 @@ async def edit_context(
     counter = TokenCounter(engine, request.model)
     edited, applied = await clear_context(request, counter)
     compaction: Compaction | None = None
-    stops = False
+    is_compaction_only = False
     for edit in request.edits:
         if isinstance(edit, Compact) and compaction is None:
             compacted = await compact(edited, edit, SummaryWriter(engine, counter, options, run, on_event))
             if compacted is not None:
-                (edited, compaction), stops = compacted, edit.stops
+                (edited, compaction), is_compaction_only = compacted, edit.is_compaction_only
     ignored = () if counter.can_count else tuple(edit.path for edit in request.edits if needs_count(edit))
     if applied or compaction is not None or ignored:
         pause = on_event(ContextEdited(applied, compaction, ignored))
         if pause is not None:
             await pause
-    return None if stops else edited
+    return None if is_compaction_only else edited
 
 
 def needs_count(edit: ContextEdit) -> bool:

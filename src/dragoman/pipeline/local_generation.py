@@ -19,7 +19,7 @@ from dragoman.core.ids import new_id
 from dragoman.core.reply import Reply, ReplyBuilder
 from dragoman.core.request import GenerationRequest
 from dragoman.pipeline import generate as pipeline
-from dragoman.pipeline.context_edits import COMPACTED, edit_context
+from dragoman.pipeline.context_edits import COMPACTION_ONLY, edit_context
 from dragoman.pipeline.summary_writer import SummaryOptions
 
 
@@ -75,7 +75,7 @@ class LocalGeneration:
         if request.edits:
             edited = await edit_context(engine, request, SummaryOptions(), run, lambda event: None)
         if edited is None:
-            await notify(partial(on_events, 0), COMPACTED)
+            await notify(partial(on_events, 0), COMPACTION_ONLY)
         else:
             await run(edited, on_events)
 

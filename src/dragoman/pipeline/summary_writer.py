@@ -44,7 +44,7 @@ MAX_TOKENS = 2048
 """Of a summary."""
 CONTEXT_SHARE = 4
 """A summary has at most this part of the context."""
-CHARACTERS_PER_TOKEN = 8.0
+INITIAL_CHARACTERS_PER_TOKEN = 8.0
 """The first guess of the size of a part, rather too high. From then on it is measured."""
 SAFETY = 0.95
 """A part that was too long is tried again with a little less than what should fit."""
@@ -80,7 +80,7 @@ class SummaryWriter:
         self._can_switch_thinking = Feature.THINKING in engine.supports()
         self._run = run
         self._on_event = on_event
-        self._ratio = CHARACTERS_PER_TOKEN
+        self._ratio = INITIAL_CHARACTERS_PER_TOKEN
         self._shown = 0.0
         """When the last `Compacting` was sent."""
 

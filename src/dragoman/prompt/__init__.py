@@ -3,7 +3,7 @@
     request -> message_folding, plain_text_tools    rewrite what the template would drop or reject
             -> template_messages                    the messages and tools as templates expect them
             -> content_isolation, sandbox           run the template with marked content, within limits
-            -> open_message                         cut after the text that the reply continues
+            -> prefill                              cut after the text that the reply continues
             -> Prompt                               segments of text, the open reasoning tag, ignored parameters
 
 `template_capabilities` probes what a template supports once, when it is loaded.

@@ -5,7 +5,7 @@ Rules
    forms are tried. If all fail, the caller gets the first error.
 2. A variable is passed to the template only if the template uses its name. Requested options that the template does
    not support are listed in `Prompt.ignored`.
-3. If the reply continues the last message, the prompt ends with its text (see `open_message`).
+3. If the reply continues the last message, the prompt ends with its text (see `prefill`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +19,8 @@ from dragoman.core.request import GenerationRequest, Message, Reasoning, Tool
 from dragoman.formats.syntax import PLAIN, ModelFormat
 from dragoman.prompt.content_isolation import ContentMarker, Segment, TemplateMarks
 from dragoman.prompt.message_folding import fold_messages, split_tool_results, template_call_id
-from dragoman.prompt.open_message import cut_after, mark_end, not_continued
 from dragoman.prompt.plain_text_tools import write_tools_as_text
+from dragoman.prompt.prefill import cut_after, mark_end, not_continued
 from dragoman.prompt.sandbox import Sandbox, TemplateRaisedError
 from dragoman.prompt.template_capabilities import JsonDict, probe_template
 from dragoman.prompt.template_limits import TemplateLimitError, limit_rendering

@@ -53,7 +53,7 @@ from dragoman.server.telemetry.recorder import Recorder
 from dragoman.server.telemetry.recording import ExchangeRecording, RecordingFile
 from dragoman.server.tool_servers import ToolServers
 from dragoman.server.websocket.handshake import HandshakeRequest
-from dragoman.server.websocket.memory import ProcessMemory
+from dragoman.server.websocket.response_cache import ProcessResponseCache
 from dragoman.server.websocket.session import WebSocketSession
 from dragoman.storage.batches import Batches
 from dragoman.storage.blobs import BlobStore
@@ -135,7 +135,7 @@ class BaseApp(ABC):
         """The open requests. One timer checks all of them."""
         self._timer: asyncio.TimerHandle | None = None
         self.tasks = DetachedTasks()
-        self.remembered = ProcessMemory()
+        self.response_cache = ProcessResponseCache()
         limits = settings.limits
         self._keepalive = limits.keepalive_seconds
         shortest = min(self._keepalive, limits.stall_seconds, limits.body_seconds, limits.request_seconds)

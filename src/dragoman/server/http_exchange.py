@@ -40,7 +40,7 @@ from dragoman.server.response_writer import ResponseWriter
 from dragoman.server.telemetry.meter import Meter
 from dragoman.server.telemetry.metrics import CLIENT_DISCONNECTED, RequestRecord
 from dragoman.server.websocket.handshake import WEBSOCKET
-from dragoman.server.websocket.memory import MEMORY, TurnMemory
+from dragoman.server.websocket.response_cache import RESPONSE_CACHE, RequestResponseCache
 
 T = TypeVar("T")
 log = logging.getLogger("dragoman.server")
@@ -77,7 +77,7 @@ class HttpExchange:
         """Set if the server itself sent the request, for a caller who does not wait."""
         self.is_websocket = WEBSOCKET in extensions
         """Whether the request opens a WebSocket."""
-        self.memory: TurnMemory | None = extensions.get(MEMORY)
+        self.response_cache: RequestResponseCache | None = extensions.get(RESPONSE_CACHE)
         """What the WebSocket of the request remembers; None for a request of HTTP."""
         self.peer: str | None = (scope.get("client") or (None,))[0]
         """The address of the other end of the connection; None for a Unix socket."""
@@ -228,7 +228,7 @@ class HttpExchange:
     @property
     def _needs_comments(self) -> bool:
         """Whether a silent stream gets comments. A job has no connection, and a WebSocket has pings."""
-        return self.response.is_streaming and self.job is None and self.memory is None
+        return self.response.is_streaming and self.job is None and self.response_cache is None
 
     def _listen(self) -> None:
         self._listener = asyncio.create_task(self._cancel_on_disconnect())

@@ -165,9 +165,9 @@ class ResponseRecorder:
                     self._frames.pop()
                 raise
             self._exchange.response.warn(NOT_STORED)
-        if self._exchange.memory is not None:
+        if self._exchange.response_cache is not None:
             record = self._exchange.record
-            self._exchange.memory.remember(record.principal, record.id, ended.input + ended.output)
+            self._exchange.response_cache.remember(record.principal, record.id, ended.input + ended.output)
 
     async def _store_failed(self) -> None:
         await self._stop_writing()

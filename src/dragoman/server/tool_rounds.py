@@ -2,12 +2,12 @@
 
     response := Started ToolsListed* approved* round+ Finished
     approved := ToolCallStart ToolCallDelta ToolOutput              a call of an earlier response
-    round    := (TextDelta | ReasoningDelta | call)* (TurnEnded ToolOutput+)?
+    round    := (TextDelta | ReasoningDelta | call)* (RoundEnded ToolOutput+)?
 
 Rules
 1. The rounds are one stream of events: it starts once and finishes once, with the usage of all rounds. The meter gets
    the events of each round as they are.
-2. The calls of a round run at the same time, after the model has ended its turn. Their outputs come in the order of the
+2. The calls of a round run at the same time, after the model has ended. Their outputs come in the order of the
    calls. Meanwhile the response holds no slot of the model.
 3. A round is the last one if it has no calls of servers, or also calls for the client or such that need approval. Calls
    of servers run even then. A reply that was cut off ends at once.
@@ -25,18 +25,18 @@ from typing import TypeVar
 import msgspec
 
 from dragoman.core.errors import InvalidSchema
-from dragoman.core.events import Event, Finished, Started, ToolCallStart, ToolOutput, TurnEnded, total_usage
+from dragoman.core.events import Event, Finished, RoundEnded, Started, ToolCallStart, ToolOutput, total_usage
 from dragoman.core.reply import ReplyBuilder
 from dragoman.core.request import GenerationRequest, Message, Part, ToolCall, ToolChoice
 from dragoman.pipeline.generate import ChoiceSlots, OnEvents
 from dragoman.protocols.json_body import is_object
 from dragoman.server.request_timer import RequestTimer
-from dragoman.server.tool_session import ToolSession, as_result
+from dragoman.server.request_tools import RequestTools, as_result
 
 GenerateRound = Callable[[GenerationRequest, OnEvents], Coroutine[None, None, None]]
 T = TypeVar("T")
 CUT_OFF = ("length", "content_filter")
-RELAXED = "the schemas of the tools of MCP servers are not enforced: {}"
+SCHEMAS_NOT_ENFORCED = "the schemas of the tools of MCP servers are not enforced: {}"
 
 
 class ToolRounds:
@@ -44,16 +44,16 @@ class ToolRounds:
 
     def __init__(
         self,
-        session: ToolSession,
+        tools: RequestTools,
         max_rounds: int,
         generate_round: GenerateRound,
         slots: ChoiceSlots,
         timer: RequestTimer,
         measure: Callable[[int, Sequence[Event]], None],
     ) -> None:
-        self.waited = 0.0
+        self.seconds_in_calls = 0.0
         """Seconds in which calls ran."""
-        self._session = session
+        self._tools = tools
         self._max_rounds = max_rounds
         self._generate = generate_round
         self._slots = slots
@@ -65,63 +65,65 @@ class ToolRounds:
     async def run(self, request: GenerationRequest, deliver: OnEvents) -> None:
         """Run all rounds. `request` is complete: it has the tools as functions."""
         if request.approved_calls:
-            await self._without_slot(self._session.run_approved())
-            request = self._session.fill_results(request)
+            await self._without_slot(self._tools.run_approved())
+            request = self._tools.fill_results(request)
         calls_left, rounds_left, has_warned = request.max_tool_calls, self._max_rounds, False
-        turn, request = await self._first_turn(request, deliver)
+        round_, request = await self._run_first_round(request, deliver)
         while True:
             ended = self._ended[-1]
-            calls = turn.server_calls
+            calls = round_.server_calls
             if not calls or ended.reason in CUT_OFF:
                 break
             count = len(calls) if calls_left is None else min(len(calls), calls_left)
             runnable = calls[: count if rounds_left > 0 else 0]
-            await _deliver(deliver, [TurnEnded()])
+            await _deliver(deliver, [RoundEnded()])
             outputs = await self._run_calls(runnable, calls[len(runnable) :])
             await _deliver(deliver, outputs)
             calls_left = None if calls_left is None else calls_left - len(runnable)
             rounds_left -= 1
-            if turn.has_other_calls or (has_warned and not runnable):
+            if round_.has_other_calls or (has_warned and not runnable):
                 break
             has_warned = not runnable
             results = [Message("tool", (as_result(output),)) for output in outputs]
-            request = self._next_request(request.with_reply(turn.message), results)
+            request = self._next_request(request.with_reply(round_.message), results)
             if request.max_tokens == 0:
                 self._ended[-1] = msgspec.structs.replace(ended, reason="length")
                 break
-            turn = await self._run_turn(request, deliver, opening=None)
-        await _deliver(deliver, [self._finish(turn)])
+            round_ = await self._run_round(request, deliver, opening=None)
+        await _deliver(deliver, [self._finish(round_)])
 
-    async def _first_turn(self, request: GenerationRequest, deliver: OnEvents) -> tuple["_Turn", GenerationRequest]:
+    async def _run_first_round(
+        self, request: GenerationRequest, deliver: OnEvents
+    ) -> tuple["_Round", GenerationRequest]:
         """Run the first round. Returns the request with schemas that the engine accepts, too."""
         try:
-            return await self._run_turn(request, deliver, self._session.opening), request
+            return await self._run_round(request, deliver, self._tools.opening), request
         except InvalidSchema as error:
-            relaxed = self._session.accept_any_arguments(request)
+            relaxed = self._tools.accept_any_arguments(request)
             if relaxed == request:
                 raise
-            self._warnings.append(RELAXED.format(error.message))
-            return await self._run_turn(relaxed, deliver, self._session.opening), relaxed
+            self._warnings.append(SCHEMAS_NOT_ENFORCED.format(error.message))
+            return await self._run_round(relaxed, deliver, self._tools.opening), relaxed
 
-    async def _run_turn(
+    async def _run_round(
         self, request: GenerationRequest, deliver: OnEvents, opening: Sequence[Event] | None
-    ) -> "_Turn":
-        turn = _Turn(self._session, deliver, opening, is_stream=request.delivery.stream, number=len(self._ended))
+    ) -> "_Round":
+        round_ = _Round(self._tools, deliver, opening, is_stream=request.delivery.stream, number=len(self._ended))
 
         def receive(choice: int, events: Sequence[Event]) -> Awaitable[None] | None:
             self._measure(choice, events)
-            return turn.receive(events)
+            return round_.receive(events)
 
         await self._generate(request, receive)
-        await _deliver(deliver, turn.held)
-        self._ended.append(turn.finished)
-        return turn
+        await _deliver(deliver, round_.held)
+        self._ended.append(round_.finished)
+        return round_
 
     async def _run_calls(self, runnable: Sequence[ToolCall], others: Sequence[ToolCall]) -> list[ToolOutput]:
-        functions = self._session.functions
+        functions = self._tools.functions
         outputs: list[ToolOutput] = []
         if runnable:
-            running = [self._session.call(functions[call.name], call) for call in runnable]
+            running = [self._tools.call(functions[call.name], call) for call in runnable]
             outputs += await self._without_slot(asyncio.gather(*running))
         message = "not run: the limit of calls in one response is reached"
         return [*outputs, *(ToolOutput(call.id, message, is_error=True) for call in others)]
@@ -134,7 +136,7 @@ class ToolRounds:
         result = await running
         await self._slots.acquire()
         self._timer.note_running(1)
-        self.waited += time.monotonic() - began
+        self.seconds_in_calls += time.monotonic() - began
         return result
 
     def _next_request(self, request: GenerationRequest, added: Sequence[Message]) -> GenerationRequest:
@@ -149,12 +151,12 @@ class ToolRounds:
             max_tokens=None if limit is None else max(0, limit - (0 if usage is None else usage.completion)),
         )
 
-    def _finish(self, turn: "_Turn") -> Finished:
+    def _finish(self, round_: "_Round") -> Finished:
         last = self._ended[-1]
         usages = [ended.usage for ended in self._ended if ended.usage is not None]
         warnings = (*self._warnings, *(warning for ended in self._ended for warning in ended.warnings))
         # The calls of servers are over.
-        is_over = last.reason == "tool_calls" and not turn.has_client_calls
+        is_over = last.reason == "tool_calls" and not round_.has_client_calls
         return msgspec.structs.replace(
             last,
             reason="stop" if is_over else last.reason,
@@ -163,17 +165,17 @@ class ToolRounds:
         )
 
 
-class _Turn:
+class _Round:
     """One round of the model. Passes its events on, with calls of servers as such."""
 
     def __init__(
-        self, session: ToolSession, deliver: OnEvents, opening: Sequence[Event] | None, *, is_stream: bool, number: int
+        self, tools: RequestTools, deliver: OnEvents, opening: Sequence[Event] | None, *, is_stream: bool, number: int
     ) -> None:
         """`opening` follows the start of the first round; None in a further one."""
         self.finished = Finished()
         self.held: list[Event] = []
         """Events that are passed on at the end: an engine may start again, unless the reply is streamed."""
-        self._session = session
+        self._tools = tools
         self._deliver = deliver
         self._opening = opening
         self._is_stream = is_stream
@@ -209,8 +211,8 @@ class _Turn:
         if type(event) is Finished:
             self.finished = event
             return ()
-        if type(event) is ToolCallStart and event.name in self._session.functions:
-            function = self._session.functions[event.name]
+        if type(event) is ToolCallStart and event.name in self._tools.functions:
+            function = self._tools.functions[event.name]
             label, name = function.server.label, function.tool.name
             return (ToolCallStart(event.id, name, label, needs_approval=function.needs_approval),)
         return (event,)
@@ -221,19 +223,19 @@ class _Turn:
 
     @property
     def message(self) -> Message:
-        """The turn as the next message of the conversation."""
+        """The round as the next message of the conversation."""
         return Message("assistant", tuple([_repair(part) for part in self._parts]))
 
     @property
     def server_calls(self) -> list[ToolCall]:
         """The calls to run."""
-        functions = self._session.functions
+        functions = self._tools.functions
         calls = [part for part in self._parts if isinstance(part, ToolCall) and part.name in functions]
         return [call for call in calls if not functions[call.name].needs_approval]
 
     @property
     def has_client_calls(self) -> bool:
-        return any(isinstance(part, ToolCall) and part.name not in self._session.functions for part in self._parts)
+        return any(isinstance(part, ToolCall) and part.name not in self._tools.functions for part in self._parts)
 
     @property
     def has_other_calls(self) -> bool:

@@ -2,18 +2,18 @@
 
     with serve_script(["It is sunny."]) as server: ...
 
-plugin     the pytest fixture `model_server`
-server     the server, in a thread of the test process
-replies    the replies of a script
-engine     plays them in order, and checks that they fit the requests
-received   the requests of the agent
+plugin             the pytest fixture `model_server`
+server             the server, in a thread of the test process
+replies            the replies of a script
+engine             plays them in order, and checks that they fit the requests
+received_request   the requests of the agent
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dragoman.testing.received import ReceivedRequest as ReceivedRequest
+    from dragoman.testing.received_request import ReceivedRequest as ReceivedRequest
     from dragoman.testing.replies import PlannedReply as PlannedReply
     from dragoman.testing.replies import call as call
     from dragoman.testing.replies import error as error
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PUBLIC = {
     "ModelServer": "dragoman.testing.server",
     "PlannedReply": "dragoman.testing.replies",
-    "ReceivedRequest": "dragoman.testing.received",
+    "ReceivedRequest": "dragoman.testing.received_request",
     "call": "dragoman.testing.replies",
     "error": "dragoman.testing.replies",
     "reply": "dragoman.testing.replies",

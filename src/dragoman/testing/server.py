@@ -28,7 +28,7 @@ from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.routes import build_routes
 from dragoman.server.telemetry.recording import ExchangeRecording
 from dragoman.testing.engine import PlannedEngine, describe
-from dragoman.testing.received import BodyListener, ReceivedRequest
+from dragoman.testing.received_request import BodyListener, ReceivedRequest
 from dragoman.testing.replies import PlannedReply, to_planned
 
 HOST = "127.0.0.1"

@@ -180,7 +180,7 @@ def _decode_summarize(parsed: Mapping[str, Any]) -> Compact:
     for name, is_sent in without_reply.items():
         if is_sent:
             raise BadRequest(f"{name}: cannot be combined with {SUMMARIZE}, which gets no reply", param=name)
-    return Compact(SUMMARIZE, stops=True, instructions=_instructions(field.instructions))
+    return Compact(SUMMARIZE, is_compaction_only=True, instructions=_instructions(field.instructions))
 
 
 def check_block(block: CompactionBlock, path: str) -> None:

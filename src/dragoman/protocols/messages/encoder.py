@@ -23,13 +23,13 @@ from dragoman.core.events import (
     Event,
     FinishReason,
     ReasoningDelta,
+    RoundEnded,
     Started,
     TextDelta,
     ToolCallDelta,
     ToolCallStart,
     ToolOutput,
     ToolsListed,
-    TurnEnded,
     Usage,
 )
 from dragoman.core.reply import Reply
@@ -105,7 +105,7 @@ class MessagesEncoder:
             return self._piece(self._open or "", event.arguments) if self._open in CALLS else b""
         if isinstance(event, ToolOutput):
             return self._start(mcp.encode_output(event)) + self._stop()
-        if isinstance(event, TurnEnded):
+        if isinstance(event, RoundEnded):
             return self._stop()
         if isinstance(event, ToolsListed):
             return b""

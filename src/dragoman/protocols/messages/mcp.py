@@ -163,19 +163,19 @@ def _with_listings(servers: Sequence[ToolServer], parsed: dict[str, Any]) -> Ite
         yield msgspec.structs.replace(server, listed=listed)
 
 
-def split_turns(parts: Sequence[Part]) -> list[Message]:
-    """Return the messages of the parts of one message. A result of a call that Dragoman made ends a turn."""
+def split_rounds(parts: Sequence[Part]) -> list[Message]:
+    """Return the messages of the parts of one message. A result of a call that Dragoman made ends a round."""
     messages: list[Message] = []
-    turn: list[Part] = []
+    round_: list[Part] = []
     for part in parts:
         if isinstance(part, ToolResult):
-            if turn:
-                messages.append(Message("assistant", tuple(turn)))
-                turn = []
+            if round_:
+                messages.append(Message("assistant", tuple(round_)))
+                round_ = []
             messages.append(Message("tool", (part,)))
         else:
-            turn.append(part)
-    return [*messages, Message("assistant", tuple(turn))] if turn or not messages else messages
+            round_.append(part)
+    return [*messages, Message("assistant", tuple(round_))] if round_ or not messages else messages
 
 
 def use_id(call_id: str) -> str:

@@ -1,7 +1,7 @@
 """Server side of Anthropic messages: decodes requests. `encoder` encodes the replies.
 
 Rules
-1. `turns` decodes the system prompt and the messages.
+1. `conversation` decodes the system prompt and the messages.
 2. As in Anthropic's API, a text that the reply continues must not end with white space.
 """
 
@@ -26,8 +26,8 @@ from dragoman.core.request import (
 )
 from dragoman.protocols import json_body, thinking
 from dragoman.protocols.messages import blocks, context, mcp, tools
+from dragoman.protocols.messages.conversation import AnthropicMessage, decode_conversation
 from dragoman.protocols.messages.tools import AnthropicToolChoice
-from dragoman.protocols.messages.turns import AnthropicMessage, decode_turns
 from dragoman.protocols.openai import NEUTRAL, Count, Int64, Probability, check_stop
 
 
@@ -102,7 +102,7 @@ def decode_count(body: bytes) -> GenerationRequest:
     metadata = parsed.get("metadata")
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
     keep_seconds, keep_at = blocks.decode_cache_control(parsed)
-    messages, continues_last = decode_turns(fields.system, fields.messages, asked)
+    messages, continues_last = decode_conversation(fields.system, fields.messages, asked)
     return GenerationRequest(
         model=fields.model or "",
         messages=messages,

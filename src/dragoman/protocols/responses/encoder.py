@@ -30,6 +30,7 @@ from dragoman.core.events import (
     Finished,
     FinishReason,
     ReasoningDelta,
+    RoundEnded,
     Started,
     TextDelta,
     TokenLogprob,
@@ -37,7 +38,6 @@ from dragoman.core.events import (
     ToolCallStart,
     ToolOutput,
     ToolsListed,
-    TurnEnded,
     Usage,
     total_usage,
 )
@@ -164,7 +164,7 @@ class ResponseEncoder:
                 yield from self._begin()
         elif isinstance(event, ToolsListed):
             yield from self._add_done(encode_listing(event, self._id_suffix, len(self._output)))
-        elif isinstance(event, TurnEnded | ToolOutput):
+        elif isinstance(event, RoundEnded | ToolOutput):
             yield from self._close("completed")
             if isinstance(event, ToolOutput):
                 yield from self._waiting.complete(event)

@@ -82,7 +82,7 @@ TOOL_SEARCH_OUTPUT = "tool_search_output"
 """May lack a call id, because a server may search without a call."""
 CALL_ID_IN_ID = ("local_shell_call_output", TOOL_SEARCH_OUTPUT)
 """Outputs whose `id` may be the id of the call."""
-ANSWERS = ("function_call_output", "custom_tool_call_output")
+CHECKED_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 WITH_TOOLS = ("additional_tools", TOOL_SEARCH_OUTPUT)
 """Items that add tools."""
 UPDATE = "configuration_update"
@@ -133,9 +133,9 @@ def check_outputs(earlier: Sequence[LocatedItem], sent: Sequence[LocatedItem]) -
     """
     if not earlier:
         return
-    calls = {item.get("call_id") for _, kind, item in (*earlier, *sent) if kind not in ANSWERS}
+    calls = {item.get("call_id") for _, kind, item in (*earlier, *sent) if kind not in CHECKED_OUTPUTS}
     for path, kind, item in sent:
-        if kind in ANSWERS and item.get("call_id") not in calls:
+        if kind in CHECKED_OUTPUTS and item.get("call_id") not in calls:
             call_id = quote(str(item.get("call_id")))
             raise BadRequest(f"{path}.call_id: the conversation has no call {call_id}", param=f"{path}.call_id")
 

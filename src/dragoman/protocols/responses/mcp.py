@@ -33,11 +33,11 @@ from dragoman.protocols.tools import MAX_TOOLS
 
 Item = Mapping[str, Any]
 LIST, CALL = "mcp_list_tools", "mcp_call"
-REQUEST, ANSWER = "mcp_approval_request", "mcp_approval_response"
-KINDS = (LIST, CALL, REQUEST, ANSWER)
-ID_PREFIXES = {LIST: "mcpl_", CALL: "mcp_", REQUEST: "mcpr_", ANSWER: "mcpa_"}
-WITHOUT_STATUS = (LIST, REQUEST, ANSWER)
-FROM_ASSISTANT = ("reasoning", "function_call", "custom_tool_call", CALL, REQUEST)
+APPROVAL_REQUEST, APPROVAL_RESPONSE = "mcp_approval_request", "mcp_approval_response"
+KINDS = (LIST, CALL, APPROVAL_REQUEST, APPROVAL_RESPONSE)
+ID_PREFIXES = {LIST: "mcpl_", CALL: "mcp_", APPROVAL_REQUEST: "mcpr_", APPROVAL_RESPONSE: "mcpa_"}
+WITHOUT_STATUS = (LIST, APPROVAL_REQUEST, APPROVAL_RESPONSE)
+FROM_ASSISTANT = ("reasoning", "function_call", "custom_tool_call", CALL, APPROVAL_REQUEST)
 """Items that a response adds, besides messages of the assistant."""
 REDACTED = "<redacted>"
 CREDENTIALS = ("authorization", "headers")
@@ -108,7 +108,7 @@ class ApprovalRequestItem(msgspec.Struct, frozen=True):
     arguments: str = ""
 
 
-class ApprovalAnswerItem(msgspec.Struct, frozen=True):
+class ApprovalResponseItem(msgspec.Struct, frozen=True):
     approval_request_id: str
     approve: bool
     reason: str | None = None
@@ -193,7 +193,7 @@ class McpHistory:
         self.approved: list[ToolCall] = []
         """Calls that are approved and have not run."""
         self._listings: dict[str, tuple[ListedTool, ...]] = {}
-        self._answers: dict[str, tuple[int, str, ApprovalAnswerItem]] = {}
+        self._answers: dict[str, tuple[int, str, ApprovalResponseItem]] = {}
         self._requests: set[str] = set()
         self._ran: set[str] = set()
         self._last_turn = -1
@@ -209,10 +209,10 @@ class McpHistory:
             listing = json_body.convert(item, ListToolsItem, path)
             if listing.error is None:
                 self._listings[listing.server_label] = tuple([tool.decode() for tool in listing.tools])
-        elif kind == REQUEST:
+        elif kind == APPROVAL_REQUEST:
             self._requests.add(json_body.convert(item, ApprovalRequestItem, path).id)
-        elif kind == ANSWER:
-            answer = json_body.convert(item, ApprovalAnswerItem, path)
+        elif kind == APPROVAL_RESPONSE:
+            answer = json_body.convert(item, ApprovalResponseItem, path)
             self._answers[answer.approval_request_id] = at, path, answer
         elif isinstance(request := item.get("approval_request_id"), str):
             self._ran.add(request)
@@ -240,7 +240,7 @@ class McpHistory:
         """Return the call that an item stands for, and its result; None if it stands for none."""
         if kind == CALL:
             return _decode_call(json_body.convert(item, McpCallItem, path))
-        if kind != REQUEST:
+        if kind != APPROVAL_REQUEST:
             return None
         request = json_body.convert(item, ApprovalRequestItem, path)
         if request.id in self._ran:

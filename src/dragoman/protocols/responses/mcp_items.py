@@ -6,7 +6,7 @@
     approval := added  done
 
 Rules
-1. A call waits for its output after its arguments; meanwhile other items of the same turn may follow.
+1. A call waits for its output after its arguments; meanwhile other items of the same round may follow.
 2. A call without an output, because the reply was cut off or has failed, is incomplete.
 """
 
@@ -28,7 +28,7 @@ class ServerCallItem:
         self.index = index
         self.is_approval = call.needs_approval
         self._call = call
-        self._id = mcp.ID_PREFIXES[mcp.REQUEST if call.needs_approval else mcp.CALL] + id_suffix
+        self._id = mcp.ID_PREFIXES[mcp.APPROVAL_REQUEST if call.needs_approval else mcp.CALL] + id_suffix
         self._pieces: list[str] = []
         self._output: ToolOutput | None = None
 
@@ -66,7 +66,7 @@ class ServerCallItem:
         call, output = self._call, self._output
         item = {"id": self._id, "name": call.name, "arguments": "".join(self._pieces), "server_label": call.server}
         if self.is_approval:
-            return {"type": mcp.REQUEST, **item}
+            return {"type": mcp.APPROVAL_REQUEST, **item}
         return {
             "type": mcp.CALL,
             **item,

@@ -218,7 +218,7 @@ def decode(
         raise _empty_input(asked)
     edits = compaction_items.decode_setting(fields.context_management or (), asked)
     if compacts or trigger is not None:
-        edits = (Compact(trigger or "input", stops=True),)
+        edits = (Compact(trigger or "input", is_compaction_only=True),)
     if compacts:
         sent_fields = parsed_request.parsed
         asked += [Asked(Feature.UNKNOWN, name) for name in ("stream", "background", "store") if sent_fields.get(name)]

@@ -25,7 +25,7 @@ from dragoman.core.events import Event, Finished, Started, notify
 from dragoman.core.reply import ReplyBuilder
 from dragoman.core.request import Asked, GenerationRequest, Sampling
 from dragoman.core.types import Priority
-from dragoman.pipeline.context_edits import COMPACTED, edit_context
+from dragoman.pipeline.context_edits import COMPACTION_ONLY, edit_context
 from dragoman.pipeline.generate import OnEvents, check_limits, generate, reads_field, unsupported_parameter
 from dragoman.protocols.registry import ReplyEncoding
 from dragoman.protocols.wire_protocol import EVENT_STREAM, ContextEncoder, Encoder, WireProtocol
@@ -34,9 +34,9 @@ from dragoman.server.base_app import BaseApp
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LeaseInfo, LeaseRequest, ModelLease
 from dragoman.server.request_timer import stall_error
+from dragoman.server.request_tools import RequestTools
 from dragoman.server.telemetry.meter import Meter
 from dragoman.server.tool_rounds import ToolRounds
-from dragoman.server.tool_session import ToolSession
 
 log = logging.getLogger("dragoman.prompts")
 log_server = logging.getLogger("dragoman.server")
@@ -87,10 +87,10 @@ class _Generation:
         self._decoded = decoded
         self._format = reply_format
         self._store = store
-        self._tools: ToolSession | None = None
+        self._tools: RequestTools | None = None
         if decoded.tool_servers:
             record = exchange.record
-            self._tools = ToolSession(app.tool_servers, decoded, record.id, record.principal)
+            self._tools = RequestTools(app.tool_servers, decoded, record.id, record.principal)
 
     async def send_whole(self) -> None:
         request = await self._run(self._decoded)
@@ -152,9 +152,9 @@ class _Generation:
             record.queue_us = lease.queue_us
             timer.expect(limits.stall_seconds, stall_error)
             edited = await self._edit(engine, lease, request, info) if request.edits else request
-            waited = 0.0 if edited is None else await self._generate_reply(engine, lease, edited)
+            seconds_in_calls = 0.0 if edited is None else await self._generate_reply(engine, lease, edited)
             first_event = timer.started + (record.first_event_us or 0) / 1e6
-            lease.note_speed(record.completion_tokens, timer.last_progress - first_event - waited)
+            lease.note_speed(record.completion_tokens, timer.last_progress - first_event - seconds_in_calls)
             return request
         except DragomanError as error:
             has_fallback = bool(lease.fallbacks) and not is_fallback and error.status in FALLBACK_STATUSES
@@ -174,7 +174,7 @@ class _Generation:
         max_rounds = self._app.settings.mcp.rounds
         rounds = ToolRounds(self._tools, max_rounds, generate_once, lease.slots, self._timer, self._measure)
         await self._run_hooks(request, self._deliver, partial(rounds.run, request))
-        return rounds.waited
+        return rounds.seconds_in_calls
 
     async def _run_hooks(
         self, request: GenerationRequest, receive: OnEvents, run: Callable[[OnEvents], Coroutine[None, None, None]]
@@ -213,7 +213,7 @@ class _Generation:
         options = self._app.settings.compaction.options(sampling)
         edited = await edit_context(engine, request, options, write_summary, self._receive_context)
         if edited is None:
-            await notify(partial(self._receive, 0), COMPACTED)
+            await notify(partial(self._receive, 0), COMPACTION_ONLY)
         return edited
 
     async def _run_fallbacks(self, lease: ModelLease, failure: DragomanError) -> GenerationRequest:

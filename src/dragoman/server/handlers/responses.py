@@ -27,7 +27,7 @@ from dragoman.core.ids import new_id
 from dragoman.protocols.json_body import LARGE_BODY
 from dragoman.protocols.responses import encoder as wire_encoder
 from dragoman.protocols.responses import server as wire
-from dragoman.protocols.responses.compacted import CompactedEncoding
+from dragoman.protocols.responses.compact_reply import CompactedEncoding
 from dragoman.protocols.responses.items import PREFIX
 from dragoman.protocols.responses.websocket import parse_create
 from dragoman.server.app import App
@@ -47,7 +47,7 @@ STRICT = b"x-dragoman-strict"
 
 
 async def create(app: BaseApp, exchange: HttpExchange) -> None:
-    parse = wire.parse if exchange.memory is None else parse_create
+    parse = wire.parse if exchange.response_cache is None else parse_create
     body = await exchange.read_body(app.settings.limits, parse)
     response_request = await _read_request(app, exchange, body)
     try:
@@ -82,7 +82,7 @@ async def _generate(app: BaseApp, exchange: HttpExchange, response_request: wire
             raise NotFound("the response was cancelled or deleted")
         queued = stored.created
     encoding = wire_encoder.ResponseEncoding(context, time.time, queued)
-    if not context.should_store and context.conversation is None and exchange.memory is None:
+    if not context.should_store and context.conversation is None and exchange.response_cache is None:
         await reply_to(app, exchange, request, encoding)
         return
     if context.must_store:
@@ -157,8 +157,9 @@ async def _read_history(app: BaseApp, exchange: HttpExchange, body: wire.ParsedR
         return items
     if previous is None:
         return ()
-    if exchange.memory is not None and (remembered := exchange.memory.find(principal, previous)) is not None:
-        return remembered
+    cache = exchange.response_cache
+    if cache is not None and (cached := cache.find(principal, previous)) is not None:
+        return cached
     found = await app.responses.find_items(principal, previous)
     if found is None:
         message = f"previous_response_id: response {quote(previous)} is not stored; send the whole conversation"

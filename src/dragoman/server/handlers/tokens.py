@@ -19,7 +19,7 @@ from dragoman.server.handlers.generation import find_model, http_fields, ignore
 from dragoman.server.http_exchange import HttpExchange
 from dragoman.server.model_lease import LeaseInfo
 from dragoman.server.request_timer import stall_error
-from dragoman.server.tool_session import ToolSession
+from dragoman.server.request_tools import RequestTools
 
 
 async def render(app: App, exchange: HttpExchange) -> None:
@@ -60,9 +60,9 @@ async def messages_count(app: App, exchange: HttpExchange) -> None:
 
 async def count_prompt(app: App, exchange: HttpExchange, decoded: GenerationRequest) -> int:
     if decoded.tool_servers:
-        session = ToolSession(app.tool_servers, decoded, exchange.record.id, exchange.record.principal)
-        await session.list_tools()
-        decoded = session.complete(decoded)
+        tools = RequestTools(app.tool_servers, decoded, exchange.record.id, exchange.record.principal)
+        await tools.list_tools()
+        decoded = tools.complete(decoded)
     async with _engine(app, exchange, decoded.model, decoded.asked, decoded.extra) as (engine, info):
         return await _count(app, exchange, engine, _complete(decoded, exchange, info))
 

@@ -38,7 +38,8 @@ async def warm_up(app: BaseApp, exchange: HttpExchange, response_request: Respon
     identified = msgspec.structs.replace(request, id=record.id, model=info.model)
     encoder = ResponseEncoder(ResponseEncoding(context, time.time), identified)
     frames = encoder.feed(0, [Started()]) + encoder.end()
-    assert exchange.memory is not None
-    exchange.memory.remember(record.principal, record.id, encode_items(storable_items(context.items, record.id)))
+    items = encode_items(storable_items(context.items, record.id))
+    assert exchange.response_cache is not None
+    exchange.response_cache.remember(record.principal, record.id, items)
     await exchange.response.write(frames)
     await exchange.response.end(b"")

@@ -46,7 +46,7 @@ from dragoman.server.http.response import (
     Send,
     UnreadOutput,
 )
-from dragoman.server.http.websocket import ServerConnection, WebSocketRequest
+from dragoman.server.http.websocket import ServerConnection, WebSocketUpgrade
 from dragoman.server.http.websocket_handshake import REFUSAL_LINES, opens_websocket, read_key
 from dragoman.server.telemetry.metrics import RequestRecord
 from dragoman.server.telemetry.recorder import Recorder
@@ -226,7 +226,7 @@ class HttpConnection(asyncio.Protocol):
         else:
             response.more_body = False
             response.arrival.set()
-        answer = response if key is None else WebSocketRequest(response, key, self, self._limits)
+        answer = response if key is None else WebSocketUpgrade(response, key, self, self._limits)
         response.task = task = self._loop.create_task(self._answer(response, answer))
         self._state.tasks.add(task)
 
@@ -257,7 +257,7 @@ class HttpConnection(asyncio.Protocol):
 
     # Answering
 
-    async def _answer(self, response: Response, answer: Response | WebSocketRequest) -> None:
+    async def _answer(self, response: Response, answer: Response | WebSocketUpgrade) -> None:
         """Run the app. It handles its own errors; a request that it leaves unanswered gets a plain 500."""
         try:
             await self._state.app(answer.scope, answer.receive, answer.send)

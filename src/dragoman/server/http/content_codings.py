@@ -40,7 +40,7 @@ Decoder = Callable[[bytes, int], Iterator[bytes]]
 """Yields the decoded pieces of a body that may have about so many bytes."""
 
 
-class _DamagedError(Exception):
+class _InvalidStreamError(Exception):
     """A stream is damaged, too short, or followed by other data."""
 
 
@@ -50,8 +50,9 @@ def parse_codings(header: bytes) -> tuple[str, ...]:
     names = [name.strip().lower() for name in header.decode("latin-1").split(",")]
     codings = [name for name in names if name not in ("", "identity")]
     for name in codings:
-        if name not in DECODERS:
-            raise UnsupportedMedia(f"content-encoding: unknown coding {quote(name)}; expected {list_choices([*NAMES])}")
+        if name not in ALL_DECODERS:
+            known = list_choices([*STANDARD_DECODERS])
+            raise UnsupportedMedia(f"content-encoding: unknown coding {quote(name)}; expected {known}")
     if len(codings) > MAX_CODINGS:
         raise UnsupportedMedia(f"content-encoding: at most {MAX_CODINGS} codings can be combined")
     return tuple(reversed(codings))
@@ -69,8 +70,8 @@ def decompress(body: bytes, codings: tuple[str, ...], limit: int) -> bytes:
     for coding in codings:
         try:
             body = _decode(coding, body, limit)
-        except (_DamagedError, zlib.error, brotli.error, zstandard.ZstdError) as error:
-            reason = f": {error}" if isinstance(error, _DamagedError) else ""
+        except (_InvalidStreamError, zlib.error, brotli.error, zstandard.ZstdError) as error:
+            reason = f": {error}" if isinstance(error, _InvalidStreamError) else ""
             raise BadRequest(f"content-encoding: the body is not valid {coding}{reason}") from error
     return body
 
@@ -78,7 +79,7 @@ def decompress(body: bytes, codings: tuple[str, ...], limit: int) -> bytes:
 def _decode(coding: str, body: bytes, limit: int) -> bytes:
     most = min(limit, max(FREE_BYTES, MAX_RATIO * len(body)))
     decoded = bytearray()
-    for piece in DECODERS[coding](body, most):
+    for piece in ALL_DECODERS[coding](body, most):
         decoded += piece
         if len(decoded) > limit:
             raise TooLarge(f"the decompressed body is larger than {limit} bytes")
@@ -103,7 +104,7 @@ def _decode_zlib(body: bytes, most: int, window_bits: int) -> Iterator[bytes]:
         if decoder.eof:
             _check_end(not decoder.unused_data and start + STEP_BYTES >= len(body))
             return
-    raise _DamagedError("it is incomplete")
+    raise _InvalidStreamError("it is incomplete")
 
 
 def _decode_deflate(body: bytes, most: int) -> Iterator[bytes]:
@@ -120,7 +121,7 @@ def _decode_brotli(body: bytes, most: int) -> Iterator[bytes]:
             yield piece
             piece = decoder.process(b"", output_buffer_limit=STEP_BYTES)
     if not decoder.is_finished():
-        raise _DamagedError("it is incomplete")
+        raise _InvalidStreamError("it is incomplete")
 
 
 def _decode_zstd(body: bytes, most: int) -> Iterator[bytes]:
@@ -133,21 +134,21 @@ def _decode_zstd(body: bytes, most: int) -> Iterator[bytes]:
         yield piece
         at, produced = end, produced + len(piece)
     if not decoder.eof:
-        raise _DamagedError("it is incomplete")
+        raise _InvalidStreamError("it is incomplete")
     _check_end(not decoder.unused_data and at >= len(body))
 
 
 def _check_end(is_end: bool) -> None:
     if not is_end:
-        raise _DamagedError("other data follows its end")
+        raise _InvalidStreamError("other data follows its end")
 
 
-NAMES: dict[str, Decoder] = {
+STANDARD_DECODERS: dict[str, Decoder] = {
     "zstd": _decode_zstd,
     "br": _decode_brotli,
     "gzip": partial(_decode_zlib, window_bits=GZIP_FORMAT),
     "deflate": _decode_deflate,
 }
-DECODERS = NAMES | {"x-gzip": NAMES["gzip"]}
-ACCEPT_ENCODING = ", ".join(NAMES).encode()
+ALL_DECODERS = STANDARD_DECODERS | {"x-gzip": STANDARD_DECODERS["gzip"]}
+ACCEPT_ENCODING = ", ".join(STANDARD_DECODERS).encode()
 """The value of the Accept-Encoding header of a refusal."""

@@ -78,7 +78,7 @@ class WebSocketConnection(asyncio.Protocol):
         self._end: Message | None = None
         """What the app gets after the end of the connection."""
         self._output = UnreadOutput(transport)
-        self._heard_at = self._loop.time()
+        self._received_at = self._loop.time()
         self._pinged_at = self._message_due = self._close_due = math.inf
         self._is_late = False
         """Whether a time limit had passed at the last check."""
@@ -136,7 +136,7 @@ class WebSocketConnection(asyncio.Protocol):
     def _resume_reading(self) -> None:
         if self._is_paused and not self._transport.is_closing():
             self._is_paused = False
-            self._heard_at = now = self._loop.time()
+            self._received_at = now = self._loop.time()
             if self._message_due < math.inf:
                 self._message_due = now + self._limits.body_seconds
             self._transport.resume_reading()
@@ -161,7 +161,7 @@ class WebSocketConnection(asyncio.Protocol):
             if self._is_late and not poll_socket(self._transport, select.POLLIN):
                 self._fail(violation)
             self._is_late = True
-        elif self._end is None and self._pinged_at == math.inf and now - self._heard_at >= PING_SECONDS:
+        elif self._end is None and self._pinged_at == math.inf and now - self._received_at >= PING_SECONDS:
             self._pinged_at = now
             self._write(self._frames.ping())
 
@@ -176,7 +176,7 @@ class WebSocketConnection(asyncio.Protocol):
     # The interface of the transport
 
     def data_received(self, data: bytes) -> None:
-        self._heard_at = now = self._loop.time()
+        self._received_at = now = self._loop.time()
         self._pinged_at, self._is_late = math.inf, False
         if self._has_failed or self._transport.is_closing():
             return
@@ -237,7 +237,7 @@ class HttpSide(Protocol):
         """Leave the transport to a WebSocket. Returns what has arrived after the request."""
 
 
-class WebSocketRequest:
+class WebSocketUpgrade:
     """A request that opens a WebSocket, with a valid key. `response` is used if the app answers it as HTTP."""
 
     def __init__(self, response: Response, key: bytes, http: HttpSide, limits: Limits) -> None:

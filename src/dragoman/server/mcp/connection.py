@@ -22,7 +22,7 @@ from dragoman.core.version import __version__
 from dragoman.server.mcp.program_transport import ProgramNotStarted
 
 CLOSE_SECONDS = 5.0
-CLOSED = "the server closed the connection"
+CONNECTION_CLOSED_MESSAGE = "the server closed the connection"
 log = logging.getLogger("dragoman.mcp")
 # Its errors contain what servers and callers send.
 logging.getLogger("mcp").setLevel(logging.CRITICAL + 1)
@@ -129,4 +129,4 @@ def _describe(error: BaseException | None) -> str:
     if error is not None and not isinstance(error, MCPError):
         # Its message may contain what the server sent.
         log.error("a connection to an MCP server failed: %s", type(error).__name__)
-    return CLOSED
+    return CONNECTION_CLOSED_MESSAGE

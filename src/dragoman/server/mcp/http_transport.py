@@ -23,7 +23,7 @@ CONNECT_SECONDS = 10.0
 FAILED_STATUS = 502
 OTHER_ERROR = -32050
 """A JSON-RPC code that MCP does not define."""
-BROKEN = "the server broke the connection"
+CONNECTION_BROKEN_MESSAGE = "the server broke the connection"
 STATUS = "status"
 """The key of an HTTP status in the data of a JSON-RPC error."""
 IDENTITY = ("", "identity")
@@ -70,7 +70,7 @@ class GuardedTransport(httpx2.AsyncBaseTransport):
         except httpx2.ConnectError:
             return _failure("cannot connect to the server")
         except httpx2.TransportError:
-            return _failure(BROKEN)
+            return _failure(CONNECTION_BROKEN_MESSAGE)
         assert isinstance(response.stream, httpx2.AsyncByteStream)
         if response.headers.get("content-encoding", "").strip().lower() not in IDENTITY:
             await response.stream.aclose()
@@ -117,7 +117,7 @@ class LimitedStream(httpx2.AsyncByteStream):
                     raise ServerMisbehaved(f"the server sent more than {self._limit} bytes")
                 yield piece
         except httpx2.TransportError:
-            raise ServerMisbehaved(BROKEN) from None
+            raise ServerMisbehaved(CONNECTION_BROKEN_MESSAGE) from None
 
     async def aclose(self) -> None:
         await self._stream.aclose()

@@ -31,7 +31,7 @@ from dragoman.core.request import ToolCall
 from dragoman.core.tool_servers import ListedTool, ToolServer
 from dragoman.core.url_patterns import PlainUrl, UrlPattern
 from dragoman.server.mcp.addresses import Resolver
-from dragoman.server.mcp.connection import CLOSED, ConnectionFailed, MakeTransport, McpConnection
+from dragoman.server.mcp.connection import CONNECTION_CLOSED_MESSAGE, ConnectionFailed, MakeTransport, McpConnection
 from dragoman.server.mcp.http_transport import SESSION_UNKNOWN, STATUS, GuardedTransport, http_transport
 from dragoman.server.mcp.program_transport import ErrorOutput, program_transport
 from dragoman.server.mcp.results import error_text, read_result, read_tool
@@ -46,15 +46,15 @@ MAX_PAGES = 50
 """Pages of a list of tools."""
 NO_CONNECTION, TIMED_OUT, INVALID_ANSWER = 502, -32001, -32700
 """Codes of errors; positive ones are a status of HTTP."""
-INVALID = "the answer of the server does not follow MCP"
-LOCAL = "configuration"
+INVALID_ANSWER_MESSAGE = "the answer of the server does not follow MCP"
+CONFIGURED = "configuration"
 
 
 class McpTarget(NamedTuple):
     """A server to connect to. Requests with equal targets share connections."""
 
     owner: str
-    """The principal, or `LOCAL` for a server of the configuration."""
+    """The principal, or `CONFIGURED` for a server of the configuration."""
     name: str
     """The address, or the name in the configuration."""
     headers: tuple[tuple[str, str], ...] = ()
@@ -86,7 +86,7 @@ class ConnectionPool:
         self._patterns = [UrlPattern.parse(pattern) for pattern in mcp.allow]
         self._allowed: list[Network] = [parse_addresses(entry) for entry in mcp.allow_addresses]
         for target, connection in list(self._connections.items()):
-            if target.owner != LOCAL or target.name in changed:
+            if target.owner != CONFIGURED or target.name in changed:
                 connection.retire()
 
     async def stop(self) -> None:
@@ -155,7 +155,7 @@ class ConnectionPool:
                     "Give the address of another one"
                 )
                 raise BadRequest(message, param=server.path)
-            return McpTarget(LOCAL, server.label)
+            return McpTarget(CONFIGURED, server.label)
         url = _parse_url(server.url)
         if url is None or not any(pattern.matches(url) for pattern in self._patterns):
             shown = "this address" if url is None else url.origin
@@ -167,11 +167,11 @@ class ConnectionPool:
 
     def _own_tools(self, target: McpTarget) -> tuple[str, ...] | None:
         """The only tools of a server that the operator allows; None means all."""
-        spec = self._servers.get(target.name) if target.owner == LOCAL else None
+        spec = self._servers.get(target.name) if target.owner == CONFIGURED else None
         return None if spec is None else spec.tools
 
     def _secrets(self, target: McpTarget) -> tuple[str, ...]:
-        if target.owner == LOCAL:
+        if target.owner == CONFIGURED:
             spec = self._servers.get(target.name)
             return () if spec is None else spec.secrets
         return ToolServerSpec(url=target.name, headers=dict(target.headers)).secrets
@@ -199,27 +199,31 @@ class ConnectionPool:
         except ConnectionFailed as error:
             raise _ServerFailed(error_text(str(error), secrets), NO_CONNECTION) from None
         except MCPError as error:
-            message = CLOSED if error.code == wire.CONNECTION_CLOSED else error_text(error.message, secrets)
+            message = (
+                CONNECTION_CLOSED_MESSAGE
+                if error.code == wire.CONNECTION_CLOSED
+                else error_text(error.message, secrets)
+            )
             raise _ServerFailed(message, _status(error) or error.code) from None
         except ValidationError:
-            raise _ServerFailed(INVALID, INVALID_ANSWER) from None
+            raise _ServerFailed(INVALID_ANSWER_MESSAGE, INVALID_ANSWER) from None
         except _ServerFailed:
             raise
         except Exception as error:  # noqa: BLE001 (an error for the model, and logged)
             # Its message may contain what the server sent.
             log.error("a call of a tool of an MCP server failed: %s", type(error).__name__)
-            raise _ServerFailed(INVALID, INVALID_ANSWER) from None
+            raise _ServerFailed(INVALID_ANSWER_MESSAGE, INVALID_ANSWER) from None
 
     def _connect(self, target: McpTarget) -> McpConnection:
         connection = self._connections.pop(target, None)
         if connection is None:
             self._check_spec(target)
             self._make_room()
-            local, secrets = target.owner == LOCAL, self._secrets(target)
+            is_configured, secrets = target.owner == CONFIGURED, self._secrets(target)
             error_output = ErrorOutput(secrets)
             connection = McpConnection(
                 self._make_transport(target, error_output),
-                CONFIGURED_IDLE if local else REQUESTED_IDLE,
+                CONFIGURED_IDLE if is_configured else REQUESTED_IDLE,
                 lambda: self._forget(target, connection),
                 lambda reason: _log_failure(target, error_text(reason, secrets), error_output),
             )
@@ -229,7 +233,7 @@ class ConnectionPool:
         return connection
 
     def _check_spec(self, target: McpTarget) -> None:
-        if target.owner != LOCAL:
+        if target.owner != CONFIGURED:
             return
         spec = self._servers.get(target.name)
         if spec is None:
@@ -253,7 +257,7 @@ class ConnectionPool:
 
     def _make_transport(self, target: McpTarget, error_output: ErrorOutput) -> MakeTransport:
         max_bytes = max(MIN_MESSAGE, 2 * self._mcp.result_bytes)
-        if target.owner != LOCAL:
+        if target.owner != CONFIGURED:
             guarded = GuardedTransport(self._resolver, self._allowed, self._context, max_bytes)
             return partial(http_transport, target.name, dict(target.headers), guarded)
         spec = self._servers[target.name]
@@ -267,7 +271,7 @@ class ConnectionPool:
 
 
 def _log_failure(target: McpTarget, reason: str, error_output: ErrorOutput) -> None:
-    if target.owner == LOCAL:
+    if target.owner == CONFIGURED:
         words = f"; it wrote: {error_output.text}" if error_output.text else ""
         log.warning("MCP server %s: %s%s", target.name, reason, words)
 

@@ -28,7 +28,7 @@ from dragoman.server.http.bodies import run_in_body_thread
 from dragoman.server.http.response import Message, Receive, Scope, Send
 from dragoman.server.http.websocket import STOPPING
 from dragoman.server.request_timer import stopping_error
-from dragoman.server.websocket.memory import ConnectionMemory, ProcessMemory
+from dragoman.server.websocket.response_cache import ConnectionResponseCache, ProcessResponseCache
 from dragoman.server.websocket.turn import Turn, describe_error
 
 log = logging.getLogger("dragoman.server")
@@ -43,7 +43,7 @@ GOING_AWAY, INTERNAL_ERROR = 1001, 1011
 
 class SocketApp(Protocol):
     settings: Settings
-    remembered: ProcessMemory
+    response_cache: ProcessResponseCache
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
@@ -64,7 +64,7 @@ class WebSocketSession:
         self._scope = scope
         self._receive = receive
         self._asgi_send = send
-        self._memory = ConnectionMemory(app.remembered)
+        self._response_cache = ConnectionResponseCache(app.response_cache)
         self._stopping: asyncio.Event = scope.get("extensions", {}).get(STOPPING) or asyncio.Event()
         self._streams: dict[str | None, _Stream] = {}
         self._turns: set[asyncio.Task[None]] = set()
@@ -185,7 +185,7 @@ class WebSocketSession:
                     break
                 body = stream.waiting.popleft()
                 self._waiting_bytes -= len(body)
-                stream.turn = turn = Turn(self._app, self._scope, self._memory, stream.id, self._send)
+                stream.turn = turn = Turn(self._app, self._scope, self._response_cache, stream.id, self._send)
                 # A request that is late cancels its task, so it has one of its own.
                 task = self._loop.create_task(turn.run(body))
                 del body
@@ -214,7 +214,7 @@ class WebSocketSession:
             if stream.turn is not None:
                 stream.turn.disconnect()
         await self._wait_for_streams()
-        self._memory.close()
+        self._response_cache.close()
 
     async def _wait_for_streams(self) -> None:
         running = [stream.task for stream in self._streams.values() if stream.task is not None]

@@ -22,7 +22,7 @@ from dragoman.protocols.responses import websocket as wire
 from dragoman.protocols.responses.frames import FRAME_END, ITEM_DONE, end_early
 from dragoman.server.app_calls import AppReply, call_app
 from dragoman.server.http.response import Scope
-from dragoman.server.websocket.memory import MEMORY, ConnectionMemory, TurnMemory
+from dragoman.server.websocket.response_cache import RESPONSE_CACHE, ConnectionResponseCache, RequestResponseCache
 
 SendText = Callable[[str], Awaitable[None]]
 HANDSHAKE_HEADERS = frozenset({b"connection", b"upgrade", b"content-type", b"content-length", b"content-encoding"})
@@ -32,7 +32,7 @@ SHOWN_HEADERS = (b"retry-after", b"x-")
 LAST_EVENTS = (b"event: response.completed\n", b"event: response.incomplete\n", b"event: response.failed\n")
 
 
-def turn_scope(scope: Scope, memory: TurnMemory) -> Scope:
+def turn_scope(scope: Scope, response_cache: RequestResponseCache) -> Scope:
     """The scope of a POST with the headers of the handshake."""
     headers = [
         (name, value)
@@ -40,7 +40,13 @@ def turn_scope(scope: Scope, memory: TurnMemory) -> Scope:
         if name not in HANDSHAKE_HEADERS and not name.startswith(b"sec-websocket-")
     ]
     headers.append((b"content-type", b"application/json"))
-    return {**scope, "type": "http", "method": "POST", "headers": headers, "extensions": {MEMORY: memory}}
+    return {
+        **scope,
+        "type": "http",
+        "method": "POST",
+        "headers": headers,
+        "extensions": {RESPONSE_CACHE: response_cache},
+    }
 
 
 def describe_error(error: DragomanError, stream_id: str | None = None) -> str:
@@ -50,10 +56,12 @@ def describe_error(error: DragomanError, stream_id: str | None = None) -> str:
 
 
 class Turn:
-    def __init__(self, app: Any, scope: Scope, memory: ConnectionMemory, stream_id: str | None, send: SendText) -> None:
+    def __init__(
+        self, app: Any, scope: Scope, response_cache: ConnectionResponseCache, stream_id: str | None, send: SendText
+    ) -> None:
         self._app = app
-        self._memory = TurnMemory(memory, stream_id)
-        self._scope = turn_scope(scope, self._memory)
+        self._response_cache = RequestResponseCache(response_cache, stream_id)
+        self._scope = turn_scope(scope, self._response_cache)
         self._stream_id = stream_id
         self._send = send
         self._disconnected = asyncio.Event()
@@ -89,7 +97,7 @@ class Turn:
             if self._is_cancelled and not self._has_ended:
                 await self._send_cancelled()
         elif reply.status != 200:
-            self._memory.forget_continued()
+            self._response_cache.forget_continued()
             await self._send(self._describe_refusal(reply))
 
     async def _send_frames(self, part: bytes) -> None:
@@ -101,7 +109,7 @@ class Turn:
             elif frame.startswith(LAST_EVENTS):
                 self._has_ended = True
                 if frame.startswith(LAST_EVENTS[-1]):
-                    self._memory.forget_continued()
+                    self._response_cache.forget_continued()
             self._count += 1
             await self._send(wire.encode_event(frame, self._stream_id))
 

@@ -1,13 +1,13 @@
-"""The SDKs: each runs a program of clients/sdks, which brings a tool of its own."""
+"""Declares the SDKs: each runs a program of clients/sdks, which has a tool of its own."""
 
 from collections.abc import Iterator
 
 from clients.client import KEY, URL, Client, script
 
-MODEL = "for-programs"
+MODEL = "for-sdks"
 
 
-def programs() -> Iterator[Client]:
+def sdks() -> Iterator[Client]:
     yield _program("openai-chat", "openai", "chat", "openai.mjs", "chat")
     yield _program("openai-responses", "openai", "responses", "openai.mjs", "responses")
     # Its tool runner asks for a thread that the server keeps, is told 400, and sends everything itself.

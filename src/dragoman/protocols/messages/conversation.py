@@ -24,7 +24,7 @@ class AnthropicMessage(msgspec.Struct, frozen=True):
     content: blocks.Content
 
 
-def decode_turns(
+def decode_conversation(
     system: blocks.Content | None, messages: list[AnthropicMessage], asked: list[Asked]
 ) -> tuple[tuple[Message, ...], bool]:
     """Return the messages, and whether the reply continues the last one."""
@@ -41,7 +41,7 @@ def decode_turns(
         if message.role == "assistant":
             rest = [part for part in parts if not isinstance(part, Summary)]
             decoded += separate
-            decoded += mcp.split_turns(rest) if rest or not separate else ()
+            decoded += mcp.split_rounds(rest) if rest or not separate else ()
             continue
         separate += [Message("tool", (part,)) for part in parts if isinstance(part, ToolResult)]
         others = tuple(part for part in parts if not isinstance(part, ToolResult | Summary))

@@ -1,8 +1,8 @@
-"""Remembers the responses of WebSocket connections, so that later requests of a connection can continue them.
+"""Caches the responses of WebSocket connections, so that later requests of a connection can continue them.
 
 Rules
-1. A response is remembered with its whole conversation, whether or not it is stored.
-2. A connection remembers at most `MAX_RESPONSES` responses and `CONNECTION_BYTES`, all connections of a process
+1. A response is cached with its whole conversation, whether or not it is stored.
+2. A connection caches at most `MAX_RESPONSES` responses and `CONNECTION_BYTES`, all connections of a process
    together `PROCESS_BYTES`. Those that were used least recently are forgotten first. Their clients send the whole
    conversation again.
 3. A response belongs to the principal that created it.
@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from dragoman.storage.response_values import StoredItem
 
-MEMORY = "dragoman.memory"
-"""The extension of the ASGI scope of a request of a WebSocket. Its value is the `TurnMemory`."""
+RESPONSE_CACHE = "dragoman.response_cache"
+"""The extension of the ASGI scope of a request of a WebSocket. Its value is the `RequestResponseCache`."""
 MAX_RESPONSES = 64
 CONNECTION_BYTES = 64 * 1024 * 1024
 PROCESS_BYTES = 256 * 1024 * 1024
@@ -26,25 +26,25 @@ ITEM_BYTES = 200
 Items = tuple[StoredItem, ...]
 
 
-class RememberedResponse(NamedTuple):
+class CachedResponse(NamedTuple):
     principal: str
     items: Items
     stream_id: str | None
     size: int
 
 
-class ProcessMemory:
-    """The sizes of all remembered responses of a process."""
+class ProcessResponseCache:
+    """The sizes of all cached responses of a process."""
 
     def __init__(self) -> None:
         self.size = 0
-        self._recent: OrderedDict[tuple[ConnectionMemory, str], None] = OrderedDict()
+        self._recent: OrderedDict[tuple[ConnectionResponseCache, str], None] = OrderedDict()
 
-    def use(self, connection: "ConnectionMemory", response_id: str) -> None:
+    def use(self, connection: "ConnectionResponseCache", response_id: str) -> None:
         self._recent[connection, response_id] = None
         self._recent.move_to_end((connection, response_id))
 
-    def remove(self, connection: "ConnectionMemory", response_id: str) -> None:
+    def remove(self, connection: "ConnectionResponseCache", response_id: str) -> None:
         del self._recent[connection, response_id]
 
     def shrink(self) -> None:
@@ -53,20 +53,20 @@ class ProcessMemory:
             connection.forget(response_id)
 
 
-class ConnectionMemory:
-    def __init__(self, process: ProcessMemory) -> None:
+class ConnectionResponseCache:
+    def __init__(self, process: ProcessResponseCache) -> None:
         self._process = process
-        self._responses: OrderedDict[str, RememberedResponse] = OrderedDict()
+        self._responses: OrderedDict[str, CachedResponse] = OrderedDict()
         self._size = 0
 
-    def find(self, response_id: str) -> RememberedResponse | None:
+    def find(self, response_id: str) -> CachedResponse | None:
         found = self._responses.get(response_id)
         if found is not None:
             self._responses.move_to_end(response_id)
             self._process.use(self, response_id)
         return found
 
-    def add(self, response_id: str, response: RememberedResponse) -> None:
+    def add(self, response_id: str, response: CachedResponse) -> None:
         self.forget(response_id)
         self._responses[response_id] = response
         self._change_size(response.size)
@@ -90,10 +90,10 @@ class ConnectionMemory:
         self._process.size += change
 
 
-class TurnMemory:
-    """The memory of the connection, as one of its requests uses it."""
+class RequestResponseCache:
+    """The cache of the connection, as one of its requests uses it."""
 
-    def __init__(self, connection: ConnectionMemory, stream_id: str | None) -> None:
+    def __init__(self, connection: ConnectionResponseCache, stream_id: str | None) -> None:
         self._connection = connection
         self._stream_id = stream_id
         self._continued: str | None = None
@@ -109,7 +109,7 @@ class TurnMemory:
 
     def remember(self, principal: str, response_id: str, items: Items) -> None:
         size = sum(len(item.body) + ITEM_BYTES for item in items)
-        self._connection.add(response_id, RememberedResponse(principal, items, self._stream_id, size))
+        self._connection.add(response_id, CachedResponse(principal, items, self._stream_id, size))
 
     def forget_continued(self) -> None:
         """The request has failed."""

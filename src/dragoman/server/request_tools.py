@@ -3,7 +3,7 @@
 Rules
 1. Every tool becomes a function. Its name is changed if the request has another tool of this name.
 2. Calls that an earlier response asked for, and that are approved now, run before the model does.
-3. A session outlives the attempt with one model: a fallback model must not run approved calls again.
+3. The tools outlive the attempt with one model: a fallback model must not run approved calls again.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from dragoman.protocols.json_body import parse_text
 from dragoman.server.tool_servers import ToolServers
 
 
-class ServerTool(msgspec.Struct, frozen=True):
+class OfferedTool(msgspec.Struct, frozen=True):
     """The tool of a server that a function of the model stands for."""
 
     server: ToolServer
@@ -31,11 +31,11 @@ class ServerTool(msgspec.Struct, frozen=True):
         return self.server.approval.needs_approval(self.tool)
 
 
-class ToolSession:
+class RequestTools:
     def __init__(self, servers: ToolServers, request: GenerationRequest, request_id: str, principal: str) -> None:
         self.opening: list[Event] = []
         """What happened before the model ran."""
-        self.functions: dict[str, ServerTool] = {}
+        self.functions: dict[str, OfferedTool] = {}
         """By function name."""
         self._servers = servers
         self._request = request
@@ -87,7 +87,7 @@ class ToolSession:
         messages = tuple([self._fill(message) for message in request.messages])
         return msgspec.structs.replace(request, messages=messages, approved_calls=())
 
-    async def call(self, function: ServerTool, call: ToolCall) -> ToolOutput:
+    async def call(self, function: OfferedTool, call: ToolCall) -> ToolOutput:
         arguments = call.arguments.strip() or "{}"
         try:
             parse_text(arguments, "arguments")
@@ -118,7 +118,7 @@ class ToolSession:
             about = server.description if at == 0 else ""
             description = "\n".join([text for text in (about, tool.description) if text])
             self._tools.append(Tool(name, description, usable_schema(tool.input_schema), path=server.path))
-            self.functions[name] = ServerTool(server, tool)
+            self.functions[name] = OfferedTool(server, tool)
 
     def _resolve_choice(self, choice: ToolChoice, tools: Sequence[Tool]) -> ToolChoice:
         """Check a forced call, which may name a tool as its server does."""

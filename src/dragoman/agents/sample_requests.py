@@ -1,10 +1,10 @@
-"""Recorded requests of coding agents, with their real size and structure. `dragoman probe` asks with them.
+"""Sample requests of coding agents, with the size and structure of recorded ones. `dragoman probe` sends them.
 
-    recorded/NAME.json := {"version", "first_turn", "request"}
+    samples/NAME.json := {"version", "first_request_length", "request"}
 
 `request` is the body of the second request of a session: the model has called a tool, and gets its result. The first
-request has only the first `first_turn` messages or items, and is otherwise the same. Prompt texts are those of the
-agents' vendors, so they are not in the files:
+request has only the first `first_request_length` messages or items, and is otherwise the same. Prompt texts are those
+of the agents' vendors, so they are not in the files:
 
     text := literal | [literal " "] "~" N     N characters: the literal, filled up with instructions that fit any agent
 """
@@ -38,26 +38,26 @@ class AgentRequests(msgspec.Struct, frozen=True):
     second: GenerationRequest
 
 
-class RecordedFile(msgspec.Struct, frozen=True):
+class SampleFile(msgspec.Struct, frozen=True):
     version: str
-    first_turn: int
+    first_request_length: int
     request: dict[str, Any]
 
 
-def has_recorded_requests(agent: Agent) -> bool:
+def has_sample_requests(agent: Agent) -> bool:
     return _file(agent).is_file()
 
 
-def read_recorded_requests(agent: Agent) -> AgentRequests:
-    file = msgspec.json.decode(_file(agent).read_bytes(), type=RecordedFile)
+def read_sample_requests(agent: Agent) -> AgentRequests:
+    file = msgspec.json.decode(_file(agent).read_bytes(), type=SampleFile)
     body = {"model": agent.name, **_fill(file.request)}
-    turns = "input" if agent.protocol == "responses" else "messages"
-    first = body | {turns: body[turns][: file.first_turn]}
+    field = "input" if agent.protocol == "responses" else "messages"
+    first = body | {field: body[field][: file.first_request_length]}
     return AgentRequests(file.version, _decode(agent, first), _decode(agent, body))
 
 
 def _file(agent: Agent) -> Traversable:
-    return files("dragoman.agents") / "recorded" / f"{agent.name}.json"
+    return files("dragoman.agents") / "samples" / f"{agent.name}.json"
 
 
 def _decode(agent: Agent, body: dict[str, Any]) -> GenerationRequest:

@@ -1,4 +1,4 @@
-"""The server of the rehearsal: `dragoman serve` with the scripted models of the clients."""
+"""Runs `dragoman serve` with the scripted models of the clients."""
 
 import json
 import socket
@@ -40,7 +40,7 @@ class Server(NamedTuple):
 
 
 def configure(clients: Sequence[Client]) -> dict[str, Any]:
-    """A scripted model for each agent, and one for the programs."""
+    """A scripted model for each agent, and one for the SDKs."""
     return {
         "api_keys": [KEY],
         "models": {client.model: _scripted(client) for client in clients},
@@ -56,7 +56,7 @@ def _scripted(client: Client) -> dict[str, Any]:
 
 
 @contextmanager
-def serving(folder: Path, configuration: Mapping[str, Any], *flags: str) -> Iterator[Server]:
+def run_server(folder: Path, configuration: Mapping[str, Any], *flags: str) -> Iterator[Server]:
     """Serve with everything that it writes in `folder`."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

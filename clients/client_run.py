@@ -1,7 +1,7 @@
-"""Tries out one client, away from the home and the folders of the user.
+"""Runs one client in a home and a folder of its own, and checks the result.
 
-It has passed if it ended well, the file is there that only its tool can have written, the answer was printed, and the
-server refused nothing that it asked, but for what a client is known to try first.
+A client has passed if it exited with 0, its tool has written the file, the answer was printed, and the server refused
+no request but those that the client is known to try first.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from clients import packages
 from clients.client import ANSWER, PROOF, URL, Client, Outcome
-from clients.rehearsal import Server
+from clients.scripted_server import Server
 
 SECONDS = 120
 GIVEN_UP = 499
@@ -82,7 +82,7 @@ def finish(process: subprocess.Popen[str], limit: float = SECONDS) -> Run:
     return Run(status, output, errors)
 
 
-def try_out(client: Client, server: Server) -> Outcome:
+def run_client(client: Client, server: Server) -> Outcome:
     before, begun = len(server.answers()), time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         home = Home(Path(folder), client, server.url)
