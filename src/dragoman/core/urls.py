@@ -83,8 +83,9 @@ def find_secrets(url: str, key: str | None) -> tuple[str, ...]:
 
 
 def secret_forms(secret: str) -> tuple[str, ...]:
-    """Return a secret as it is, and as JSON writes it."""
-    return tuple(dict.fromkeys((secret, json.dumps(secret, ensure_ascii=False)[1:-1], json.dumps(secret)[1:-1])))
+    """Return a secret as it is, and as JSON writes it. Some clients write `/` as `\\/`."""
+    forms = (secret, json.dumps(secret, ensure_ascii=False)[1:-1], json.dumps(secret)[1:-1])
+    return tuple(dict.fromkeys((*forms, *(form.replace("/", r"\/") for form in forms))))
 
 
 def redact_secrets(text: str, secrets: Iterable[str]) -> str:

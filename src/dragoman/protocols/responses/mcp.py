@@ -174,16 +174,13 @@ def echoed_tool(tool: Item) -> dict[str, Any]:
     return echoed
 
 
-def find_secret_field(tools: Sequence[Item]) -> str | None:
-    """Return the path of a field that has credentials, or an address with a query, if any."""
-    for at, tool in enumerate(tools):
-        if tool.get("type") == "mcp":
-            names = [name for name in CREDENTIALS if tool.get(name)]
-            if "?" in str(tool.get("server_url")):
-                names.append("server_url")
-            if names:
-                return f"tools[{at}].{names[0]}"
-    return None
+def find_secret_field(tool: Item) -> str | None:
+    """Return a field with credentials, if any. An address with a login or a query is one, however short these are."""
+    if tool.get("type") != "mcp":
+        return None
+    url = str(tool.get("server_url"))
+    secrets = {name: tool.get(name) for name in CREDENTIALS} | {"server_url": "?" in url or "@" in url}
+    return next((name for name, value in secrets.items() if value), None)
 
 
 class McpHistory:
