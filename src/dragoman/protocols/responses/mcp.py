@@ -118,7 +118,7 @@ def decode_server(raw: dict[str, Any], path: str, asked: list[Asked]) -> ToolSer
     fields = json_body.convert(raw, McpToolFields, path)
     for name in ("connector_id", "tunnel_id"):
         if getattr(fields, name) is not None:
-            raise BadRequest(f"{path}.{name}: not possible here; send server_url", param=f"{path}.{name}")
+            raise BadRequest(f"{path}.{name}: not supported; send server_url", param=f"{path}.{name}")
     asked += [Asked(Feature.UNKNOWN, f"{path}.{name}") for name in json_body.unknown_fields(raw, McpToolFields)]
     allowed = fields.allowed_tools
     offered = ToolFilter(tuple(allowed)) if isinstance(allowed, list) else (allowed.decode() if allowed else None)
