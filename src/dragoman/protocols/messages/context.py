@@ -1,4 +1,4 @@
-"""Context management of Anthropic messages: the edits of a request, the compaction blocks, and what a reply tells.
+"""Context management of Anthropic messages: the edits of a request, the compaction blocks, and the field of a reply.
 
     context_management := {edits: [clear_tool_uses_20250919 | clear_thinking_20251015 | compact_20260112]}
     compaction         := {type: summarize, instructions?}         compacts now, and the model does not answer
