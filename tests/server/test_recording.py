@@ -170,7 +170,7 @@ def test_secrets_of_mcp_servers_are_not_recorded(tmp_path: Path, serving: Servin
     def url(place: str) -> str:
         return f"https://u:canary-{place}-login@h/mcp?api=canary-{place}/query"
 
-    tool = {"type": "mcp", "server_label": "a", "server_url": url("tool")}
+    tool: dict[str, Any] = {"type": "mcp", "server_label": "a", "server_url": url("tool")}
     tool["headers"] = {"X-Key": "canary-header", "Authorization": "Bearer canary-tool-token"}
     inner = {"type": "mcp", "server_label": "b", "server_url": url("item"), "authorization": "canary-item-token"}
     server = {"type": "url", "name": "a", "url": url("server"), "authorization_token": "canary-server-token"}
