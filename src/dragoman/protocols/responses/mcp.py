@@ -27,6 +27,7 @@ from dragoman.core.tool_servers import (
     find_header_error,
     function_name,
 )
+from dragoman.core.urls import REDACTED
 from dragoman.protocols import json_body
 from dragoman.protocols.responses.calls import to_text
 from dragoman.protocols.tools import MAX_TOOLS
@@ -39,7 +40,6 @@ ID_PREFIXES = {LIST: "mcpl_", CALL: "mcp_", REQUEST: "mcpr_", ANSWER: "mcpa_"}
 WITHOUT_STATUS = (LIST, REQUEST, ANSWER)
 FROM_ASSISTANT = ("reasoning", "function_call", "custom_tool_call", CALL, REQUEST)
 """Items that a response adds, besides messages of the assistant."""
-REDACTED = "<redacted>"
 CREDENTIALS = ("authorization", "headers")
 Names = Annotated[list[str], msgspec.Meta(max_length=MAX_TOOLS)]
 

@@ -27,7 +27,7 @@ import msgspec
 
 from dragoman.core.errors import DECODE_ERRORS, ConfigError
 from dragoman.core.tool_servers import find_server_secrets
-from dragoman.core.urls import redact_secrets, secret_forms
+from dragoman.core.urls import REDACTED, redact_secrets, secret_forms
 from dragoman.recordings.recorded_exchange import HEADERS, NOTHING, RecordedExchange, TokenCounts, encode_body
 from dragoman.server.telemetry.metrics import RequestRecord
 
@@ -38,7 +38,6 @@ MAX_QUEUED = 64 * 1024 * 1024
 END_SECONDS = 5.0
 """How long the end of the process waits for the last lines."""
 MODE = 0o600
-HIDDEN = "***"
 CREDENTIAL = re.compile(
     r'("(?:x-)?(?:api[_-]?key|authorization(?:_token)?|(?:access|auth|bearer)_token)"\s*:\s*")(?:[^"\\]|\\.)+',
     re.IGNORECASE,
@@ -127,7 +126,7 @@ def _with_secrets(redact: Redact, request: bytes) -> Redact:
     secrets = _mcp_secrets(request) if b'"mcp' in request else ()
     # The longest first: one may contain another.
     forms = sorted({form for secret in secrets for form in secret_forms(secret)}, key=len, reverse=True)
-    return lambda text: CREDENTIAL.sub(rf"\g<1>{HIDDEN}", redact_secrets(redact(text), forms))
+    return lambda text: CREDENTIAL.sub(rf"\g<1>{REDACTED}", redact_secrets(redact(text), forms))
 
 
 def _mcp_secrets(request: bytes) -> Iterator[str]:
