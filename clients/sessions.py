@@ -163,9 +163,18 @@ def _take_turns(session: Session, home: Home, server: Server) -> tuple[str, Run]
 def _cancel(home: Home, command: Sequence[str], model: str, server: Server) -> Run:
     """Send SIGINT while the server works on the request of a turn."""
     process = home.start(command)
-    _wait_until(lambda: server.is_busy(model))
+    _wait_until(lambda: _is_computing(model, server))
     process.send_signal(signal.SIGINT)
     return finish(process, CANCEL_SECONDS)
+
+
+def _is_computing(model: str, server: Server) -> bool:
+    """Whether the server works on a request for longer than on those before it, such as a warm-up."""
+    before = server.answers()
+    if not server.is_busy(model):
+        return False
+    time.sleep(1)
+    return server.is_busy(model) and server.answers() == before
 
 
 def _wait_until(is_true: Callable[[], bool]) -> bool:

@@ -16,9 +16,10 @@ def call(tool_name: str, **arguments: Any) -> str:
 
 
 REPLIES = [
-    {"match": "^3$", "output": "The sum is 3."},
     {"match": "^waited", "output": "I have waited."},
+    {"match": "^blue$", "output": "blue"},
     {"match": "^Error|not run|did not|no such|operator", "output": "It failed."},
+    {"match": "^3$", "output": "The sum is 3."},
     {"match": "^forever", "output": call("calc__echo", text="forever")},
     {"match": "add and look", "output": call("calc__add", a=1, b=2) + call("look", at="sky")},
     {"match": "remote", "output": call("remote__add", a=1, b=2)},

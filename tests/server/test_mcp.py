@@ -322,6 +322,15 @@ def test_background_response_calls_tools(client: OpenAI, mcp: McpTest) -> None:
         client.responses.create(model="m", input="add", tools=[own], background=True)
 
 
+# The SDK uses `websockets` in a way that version 17 deprecates.
+@pytest.mark.filterwarnings("ignore:connect.. must be used as a context manager:DeprecationWarning")
+def test_websocket_calls_tools(client: OpenAI) -> None:
+    with client.responses.connect() as connection:
+        connection.response.create(model="m", input="add", tools=[tool()], store=False)
+        final: Any = next(event for event in connection if event.type == "response.completed")
+    assert kinds(final.response) == ["mcp_list_tools", "reasoning", "message", "mcp_call", "message"]
+
+
 def test_batch_calls_tools(client: OpenAI) -> None:
     body = {"model": "m", "input": "add", "tools": [tool()]}
     line = {"custom_id": "one", "method": "POST", "url": RESPONSES, "body": body}
