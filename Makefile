@@ -13,8 +13,8 @@ UV_LOCK := $(VENV)/lock/bin/uv pip compile --quiet --upgrade --universal --no-he
 LOCK := $(UV_LOCK) --python-version 3.11 --generate-hashes
 CLIENT_LOCKS := $(wildcard clients/python/*.lock)
 CLIENT_UV := $(CLIENTS)/uv/bin/uv --quiet --cache-dir $(CLIENTS)/cache
-# uv finds Python, or downloads it. It does not see the versions of pyenv that are not active.
-CLIENT_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) 3.12)
+# uv finds this version of Python, or downloads it. The path of an interpreter is possible too.
+CLIENT_PYTHON ?= 3.12
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-vllm test-ray lint bench soak faults fairness fuzz clients audit lock clean

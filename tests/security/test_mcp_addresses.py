@@ -77,7 +77,7 @@ async def test_hosts_of_this_machine_are_not_connected_to(host: str) -> None:
             except BadRequest as refused:
                 error_text = refused.message
             assert error_text is not None
-            assert re.search("may not use|cannot be resolved|does not connect to this address", error_text)
+            assert re.search("is not public|cannot be resolved|does not connect to this address", error_text)
         assert canary.connections() == 0
 
 
@@ -93,9 +93,9 @@ async def test_name_is_resolved_once_and_that_address_is_used(bad: McpServer, mo
     server = ToolServer("x", "tools[0]", f"http://rebinding.example:{bad.port}/mcp")
     # A public name that resolves to this machine.
     async with pool_for(allow_addresses=()) as pool:
-        assert "may not use" in str((await listed(pool, server)).error)
+        assert "is not public" in str((await listed(pool, server)).error)
         answers[:] = ["1.1.1.1", "127.0.0.1"]
-        assert "may not use" in str((await listed(pool, server)).error)
+        assert "is not public" in str((await listed(pool, server)).error)
     assert bad.connections == 0
     answers[:] = ["127.0.0.1"]
     async with pool_for() as pool:
@@ -104,7 +104,7 @@ async def test_name_is_resolved_once_and_that_address_is_used(bad: McpServer, mo
         answers[:] = ["10.0.0.1"]
         bad.play_method(tools_call=lambda body: ["close"])
         await pool.call_tool("p", server, CALL)
-        assert "may not use" in (await pool.call_tool("p", server, CALL)).text
+        assert "is not public" in (await pool.call_tool("p", server, CALL)).text
     assert set(asked) == {"rebinding.example"}
     assert f"host: rebinding.example:{bad.port}" in bad.heads[-1]
 

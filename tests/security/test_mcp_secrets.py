@@ -126,7 +126,7 @@ def test_credentials_repeated_by_a_server_are_in_no_output(watched: Watched, for
     assert_nowhere(SECRETS, watched.outputs())
 
 
-@pytest.mark.parametrize("place", ["tools", "input", "url"])
+@pytest.mark.parametrize("place", ["tools", "input", "input url", "url"])
 def test_requests_with_credentials_are_not_stored(watched: Watched, place: str) -> None:
     one = tool("calc", server_url=f"http://127.0.0.1:{watched.port}/mcp", authorization=TOKEN)
     if place == "tools":
@@ -136,6 +136,8 @@ def test_requests_with_credentials_are_not_stored(watched: Watched, place: str) 
         address = tool("calc", server_url=f"http://127.0.0.1:{watched.port}/mcp?key={TOKEN}")
         refused = watched.send("/v1/responses", input="add", tools=[address], background=True)
     else:
+        if place == "input url":
+            one = tool("calc", server_url=f"http://127.0.0.1:{watched.port}/mcp?key={TOKEN}")
         items = [{"type": "additional_tools", "role": "developer", "tools": [one]}, {"role": "user", "content": "add"}]
         refused = watched.send("/v1/responses", input=items)
         assert "items are stored" in refused.text

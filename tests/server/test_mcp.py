@@ -306,7 +306,7 @@ def test_credentials_are_sent_to_the_server_and_not_shown(client: OpenAI, mcp: M
     assert "token-of-the-caller" not in response.model_dump_json()
     (shown,) = response.tools
     assert (shown.authorization, shown.headers) == (None, None)
-    assert shown.server_url == f"http://127.0.0.1:{mcp.port}/<redacted>"
+    assert shown.server_url == f"http://127.0.0.1:{mcp.port}/***"
     assert "token-of-the-caller" not in client.responses.retrieve(response.id).model_dump_json()
     custom = tool("calc", server_url=mcp.url, headers={"X-Tenant": "tenant-of-the-caller"})
     assert "'x-tenant': '***'" in create(client, "secret", custom).model_dump_json()

@@ -321,7 +321,7 @@ async def test_program_that_cannot_start_is_described(
     assert [listing.error for listing in listings] == [
         "the program of the server cannot be started",
         "the server closed the connection",
-        "the server lacks a setting; its operator's log has more",
+        "the mcp server 'unset' needs environment variables that are not set; the log names them",
     ]
     assert "MCP server unset: the environment has no NOT_SET" in caplog.text
     # Its last words are for the operator.

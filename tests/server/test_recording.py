@@ -166,6 +166,33 @@ def test_unauthorized_requests_are_not_recorded(tmp_path: Path, serving: Serving
         assert b"sk-the-key" not in file.read_bytes()
 
 
+def test_secrets_of_mcp_servers_are_not_recorded(tmp_path: Path, serving: Serving) -> None:
+    def url(place: str) -> str:
+        return f"https://u:canary-{place}-login@h/mcp?api=canary-{place}/query"
+
+    tool: dict[str, Any] = {"type": "mcp", "server_label": "a", "server_url": url("tool")}
+    tool["headers"] = {"X-Key": "canary-header", "Authorization": "Bearer canary-tool-token"}
+    inner = {"type": "mcp", "server_label": "b", "server_url": url("item"), "authorization": "canary-item-token"}
+    server = {"type": "url", "name": "a", "url": url("server"), "authorization_token": "canary-server-token"}
+    # The model repeats its input.
+    text = "{0}-login {0}/query {0}-token"
+    items = [{"type": "additional_tools", "role": "developer", "tools": [inner]}]
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/responses", {"tools": [tool], "input": text.format("canary-tool") + " canary-header"}),
+        ("/v1/responses", {"input": [*items, {"role": "user", "content": text.format("canary-item")}]}),
+        (
+            "/v1/messages",
+            {"mcp_servers": [server], "messages": [{"role": "user", "content": text.format("canary-server")}]},
+        ),
+    ]
+    file = tmp_path / "recording.jsonl"
+    with serving(tmp_path, CONFIG, "--record", str(file)) as running, talking(running) as client:
+        for path, body in bodies:
+            exchange = recorded_as(file, ask(client, path, **body))
+            assert b"***" in bytes(exchange.request)
+    assert b"canary" not in file.read_bytes()
+
+
 def test_last_exchanges_are_written_before_the_server_ends(tmp_path: Path, serving: Serving) -> None:
     file = tmp_path / "recording.jsonl"
     with serving(tmp_path, CONFIG, "--record", str(file)) as running:

@@ -134,6 +134,17 @@ def test_accepted_handshake(server: Running, lines: tuple[bytes, ...]) -> None:
     assert (record["status"], record["route"], record["scope"]) == (101, f"GET {RESPONSES}", "responses")
 
 
+def test_handshake_returns_the_id_of_the_client(server: Running) -> None:
+    answer = raw(
+        server, handshake(RESPONSES, b"X-Request-Id: mine-7", b"Connection: close")[:-2] + b"\r\n\x88\x80mask", 0
+    )
+    assert answer.status == 101
+    fields = dict(line.split(": ", 1) for line in answer.head.decode().split("\r\n")[1:])
+    assert fields["x-request-id"] == "mine-7"
+    (record,) = recorded(server, id=fields["x-dragoman-request-id"])
+    assert record["client_request_id"] == "mine-7"
+
+
 # Responses.
 
 

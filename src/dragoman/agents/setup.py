@@ -14,7 +14,6 @@ from dragoman.agents.table import Agent
 NO_KEY = "none"
 """Sent to a server without keys: agents want one."""
 MAX_OUTPUT = 32_000
-HIDDEN = "***"
 SCRIPT_DIRECTORY = "$dir"
 
 

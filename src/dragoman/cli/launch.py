@@ -18,11 +18,12 @@ from types import FrameType
 
 import msgspec
 
-from dragoman.agents.setup import HIDDEN, NO_KEY, SCRIPT_DIRECTORY, AgentSetup, Endpoint, build_setup, format_script
+from dragoman.agents.setup import NO_KEY, SCRIPT_DIRECTORY, AgentSetup, Endpoint, build_setup, format_script
 from dragoman.agents.table import AGENTS, Agent
 from dragoman.cli import admin_client
 from dragoman.cli.common import Commands, add_command, format_table, print_progress
 from dragoman.core.errors import ConfigError
+from dragoman.core.urls import REDACTED
 
 EXAMPLES = """\
 examples:
@@ -102,7 +103,7 @@ def _row(agent: Agent) -> list[str]:
 
 
 def _format_config(agent: Agent, endpoint: Endpoint) -> str:
-    key = endpoint.key if endpoint.key == NO_KEY else HIDDEN
+    key = endpoint.key if endpoint.key == NO_KEY else REDACTED
     return format_script(build_setup(agent, msgspec.structs.replace(endpoint, key=key), SCRIPT_DIRECTORY))
 
 

@@ -13,17 +13,15 @@ import os
 import re
 from collections.abc import Mapping
 from typing import Annotated
-from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
 from dragoman.config.config_file import ConfigFile
 from dragoman.config.sections import Network
 from dragoman.core.errors import ConfigError
-from dragoman.core.tool_servers import find_header_error
+from dragoman.core.tool_servers import find_header_error, find_server_secrets
 from dragoman.core.types import Count, Seconds, Word
 from dragoman.core.url_patterns import PlainUrl, UrlPattern
-from dragoman.core.urls import MIN_SECRET_LENGTH
 
 SERVER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 PACKAGE_NEEDED = "tools of MCP servers need the package mcp; pip install 'dragoman[mcp]'"
@@ -57,11 +55,9 @@ class ToolServerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """The values that must not be shown, in every form that a message might contain. Short ones are left out."""
-        queried = [value for _, value in parse_qsl(urlsplit(self.url or "").query)]
-        values = [*queried, *map(fill_variables, (*self.env.values(), *self.headers.values()))]
-        parts = [part for value in values for part in (value, *value.split())]
-        return tuple(dict.fromkeys(part for part in parts if len(part) >= MIN_SECRET_LENGTH))
+        """The values that must not be shown: see `find_server_secrets`. A variable is as secret as a header."""
+        values = {**self.env, **self.headers}
+        return find_server_secrets(self.url, {name: fill_variables(value) for name, value in values.items()})
 
 
 class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -3,11 +3,8 @@
     edit   := ClearToolUses | ClearThinking | Compact
     result := Compacting* ContextEdited          before the events of the reply, if an edit changed the conversation
 
-Rules
-1. What is cleared is cleared first, in the order of the edits. Then the conversation is compacted.
-2. System and developer messages, and the tools, are never changed.
-3. `Compact` replaces all other messages by a summary that the model writes. The most recent user messages stay too, as
-   far as they fit (see `pipeline.compaction`).
+`pipeline.context_edits` has the rules of their order, `core.summary` those of the conversation after a compaction.
+System and developer messages, and the tools, are never changed.
 """
 
 import msgspec

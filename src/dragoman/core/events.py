@@ -116,7 +116,7 @@ class RoundEnded(msgspec.Struct, frozen=True, array_like=True, tag="round"):
 
 class ToolOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     """The result of a call of a tool server. An error without `code` is one of the tool itself; otherwise `code` is the
-    status of HTTP, or a negative code of the server's protocol."""
+    HTTP status, or a negative code of the server's protocol."""
 
     call_id: str
     text: str

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+CountOrZero = Annotated[int, msgspec.Meta(ge=0)]
 MAX_SECONDS = 366 * 86400.0
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]

@@ -21,6 +21,8 @@ import msgspec
 from dragoman.core.errors import ConfigError, truncate
 
 DEFAULT = "http://127.0.0.1:8000"
+REDACTED = "***"
+"""What messages have in place of a secret."""
 _VERSION = re.compile(r"/v\d+[a-z0-9]*(/|$)")
 MIN_SECRET_LENGTH = 8
 """Characters. A shorter value is a placeholder such as `none`, or occurs in other texts by chance."""
@@ -83,20 +85,21 @@ def find_secrets(url: str, key: str | None) -> tuple[str, ...]:
 
 
 def secret_forms(secret: str) -> tuple[str, ...]:
-    """Return a secret as it is, and as JSON writes it."""
-    return tuple(dict.fromkeys((secret, json.dumps(secret, ensure_ascii=False)[1:-1], json.dumps(secret)[1:-1])))
+    """Return a secret as it is, and as JSON writes it. Some clients write `/` as `\\/`."""
+    forms = (secret, json.dumps(secret, ensure_ascii=False)[1:-1], json.dumps(secret)[1:-1])
+    return tuple(dict.fromkeys((*forms, *(form.replace("/", r"\/") for form in forms))))
 
 
 def redact_secrets(text: str, secrets: Iterable[str]) -> str:
-    """Replace each secret by `***`."""
+    """Replace each secret by `REDACTED`."""
     for secret in secrets:
-        text = text.replace(secret, "***")
+        text = text.replace(secret, REDACTED)
     return text
 
 
 def remove_credentials(text: str) -> str:
-    """Replace the users and passwords of all addresses in a text by `***`."""
-    return _LOGIN.sub("***@", text)
+    """Replace the users and passwords of all addresses in a text by `REDACTED`."""
+    return _LOGIN.sub(f"{REDACTED}@", text)
 
 
 def display_source(source: str) -> str:

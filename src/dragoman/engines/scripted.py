@@ -42,9 +42,8 @@ from dragoman.core.events import (
 )
 from dragoman.core.features import Feature
 from dragoman.core.request import GenerationRequest, Reasoning, Text, Thinking, ToolCall
-from dragoman.core.types import Count, SecondsOrZero
+from dragoman.core.types import Count, CountOrZero, SecondsOrZero
 from dragoman.engines.scripted_replies import (
-    Number,
     Script,
     ScriptedReply,
     continue_parts,
@@ -80,9 +79,9 @@ class ScriptedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Dimensions of the embeddings."""
     context: Count | None = None
     slots: Count | None = None
-    fail_after: Number | None = None
-    hang_after: Number | None = None
-    crash_after: Number | None = None
+    fail_after: CountOrZero | None = None
+    hang_after: CountOrZero | None = None
+    crash_after: CountOrZero | None = None
 
     def __post_init__(self) -> None:
         if self.format != PLAIN.name and any(reply.has_parts for reply in self.replies):

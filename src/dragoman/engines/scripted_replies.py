@@ -17,7 +17,7 @@ import re
 import secrets
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -25,9 +25,8 @@ from dragoman.core import errors
 from dragoman.core.errors import DECODE_ERRORS, DragomanError
 from dragoman.core.events import Event, FinishReason, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from dragoman.core.request import GenerationRequest, Image, Message, Part, Reasoning, Text, ToolCall, ToolResult
-from dragoman.core.types import Count, SecondsOrZero
+from dragoman.core.types import Count, CountOrZero, SecondsOrZero
 
-Number = Annotated[int, msgspec.Meta(ge=0)]
 Token = tuple[Event, ...]
 """The events of one token: one, unless the token lies in several parts of the reply."""
 DIGEST_DIGITS = 16
@@ -57,7 +56,7 @@ class ScriptedError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     code: str | None = None
     message: str = "scripted error"
     retry_after: SecondsOrZero | None = None
-    after: Number = 0
+    after: CountOrZero = 0
 
     def __post_init__(self) -> None:
         if (self.status is None) == (self.code is None):

@@ -160,7 +160,7 @@ class ScriptBuilder:
 def _read_response(response: Mapping[str, Any], toolset: tools.ToolSet, outcome: ReplayOutcome) -> ChoiceOutcome:
     """The reply of a response, with its calls as the model writes them."""
     located = items.locate([object_of(item) for item in list_of(response.get("output"))], "output")
-    parts = [part for message in items.decode(located, toolset, []) for part in message.parts]
+    parts = [part for message in items.decode(items.window(located), toolset, []) for part in message.parts]
     return msgspec.structs.replace(
         outcome.choices[0],
         text="".join(part.text for part in parts if isinstance(part, Text)),

@@ -83,7 +83,7 @@ class Route(Generic[AppT]):
     scope: RouteScope | None = None
     """The scope that a key needs; None: chosen by the path."""
     is_recorded: bool = False
-    """Whether its exchanges are recorded, if the operator wants that."""
+    """Whether its exchanges are recorded, if `record` is set."""
 
 
 class SharedRoute(Route["BaseApp"]):

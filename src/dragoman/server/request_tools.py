@@ -135,7 +135,8 @@ class RequestTools:
         for function in self.functions.values():
             if (function.server.label, function.tool.name) == (call.server, call.name):
                 return await self.call(function, call)
-        return ToolOutput(call.id, "not run: the server does not offer this tool", is_error=True)
+        message = f"not run: the mcp server {quote(call.server or '')} does not offer the tool {quote(call.name)}"
+        return ToolOutput(call.id, message, is_error=True)
 
     def _fill(self, message: Message) -> Message:
         """Return the message with the result of an approved call, if it waits for one."""

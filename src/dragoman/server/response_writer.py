@@ -94,7 +94,7 @@ class ResponseWriter:
     def switch_protocol(self) -> Awaitable[None]:
         """Accept a WebSocket, which ends the request."""
         self._record.status = 101
-        return self.relay(101, [(b"x-request-id", self._record.id.encode()), *self.extra_headers], b"")
+        return self.relay(101, [*self._id_headers(), *self.extra_headers], b"")
 
     async def send_pieces(self, pieces: AsyncIterator[bytes] | None, content_type: bytes, length: int) -> None:
         """Send a body of this length in pieces, which waits while the client does not read. None: only the headers."""
@@ -120,14 +120,9 @@ class ResponseWriter:
     def _headers(self, status: int, content_type: bytes, length: int | None) -> RawHeaders:
         self.is_started = True
         self._record.status = status
-        request_id = self._record.id.encode()
-        sent_id = self._record.client_request_id
-        shown_id = request_id if sent_id is None else sent_id.encode()
-        headers = [(b"content-type", content_type), (b"x-request-id", shown_id), *self.extra_headers]
-        if sent_id is not None:
-            headers.append((b"x-dragoman-request-id", request_id))
+        headers = [(b"content-type", content_type), *self._id_headers(), *self.extra_headers]
         if self.family.id_header is not None:
-            headers.append((self.family.id_header, request_id))
+            headers.append((self.family.id_header, self._record.id.encode()))
         if self._ignored:
             headers.append((b"x-dragoman-ignored", _list_header(self._ignored)))
         if self._warnings:
@@ -136,6 +131,12 @@ class ResponseWriter:
             headers += self.family.rate_headers(self.quota_lease.rates())
         headers.append((b"cache-control", b"no-cache") if length is None else (b"content-length", b"%d" % length))
         return headers
+
+    def _id_headers(self) -> RawHeaders:
+        request_id, sent_id = self._record.id.encode(), self._record.client_request_id
+        if sent_id is None:
+            return [(b"x-request-id", request_id)]
+        return [(b"x-request-id", sent_id.encode()), (b"x-dragoman-request-id", request_id)]
 
     async def _start_stream(self) -> None:
         if self._head_sent is not None:

@@ -1,4 +1,4 @@
-"""Context management of Anthropic messages: the edits of a request, the compaction blocks, and what a reply tells.
+"""Context management of Anthropic messages: the edits of a request, the compaction blocks, and the field of a reply.
 
     context_management := {edits: [clear_tool_uses_20250919 | clear_thinking_20251015 | compact_20260112]}
     compaction         := {type: summarize, instructions?}         compacts now, and the model does not answer
@@ -29,7 +29,7 @@ from dragoman.core.errors import BadRequest
 from dragoman.core.events import Usage
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked
-from dragoman.core.types import Count
+from dragoman.core.types import Count, CountOrZero
 from dragoman.protocols import json_body
 from dragoman.protocols.sealed import Seal
 
@@ -38,7 +38,6 @@ CLEAR_TOOL_USES, CLEAR_THINKING = "clear_tool_uses_20250919", "clear_thinking_20
 COMPACT = "compact_20260112"
 SIGNATURE = Seal.COMPACTION_SIGNATURE
 EncodeUsage = Callable[[Usage], dict[str, Any]]
-Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class InputTokens(msgspec.Struct, frozen=True):
@@ -48,7 +47,7 @@ class InputTokens(msgspec.Struct, frozen=True):
 
 class AtLeastTokens(msgspec.Struct, frozen=True):
     type: Literal["input_tokens"]
-    value: Number
+    value: CountOrZero
 
 
 class ToolUsesTrigger(msgspec.Struct, frozen=True):
@@ -58,7 +57,7 @@ class ToolUsesTrigger(msgspec.Struct, frozen=True):
 
 class KeptToolUses(msgspec.Struct, frozen=True):
     type: Literal["tool_uses"]
-    value: Number
+    value: CountOrZero
 
 
 class KeptThinking(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ Rules
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,7 +21,7 @@ from dragoman.core.errors import DECODE_ERRORS, BadRequest, InvalidSeal
 from dragoman.core.events import Usage
 from dragoman.core.features import Feature
 from dragoman.core.request import Asked
-from dragoman.core.types import Count
+from dragoman.core.types import Count, CountOrZero
 from dragoman.protocols import json_body
 from dragoman.protocols.responses.frames import ItemEvent
 from dragoman.protocols.sealed import Seal, is_own
@@ -33,7 +33,6 @@ TRIGGER = "compaction_trigger"
 SETTING = "context_management"
 ID_PREFIX = "cmp_"
 LocatedItem = tuple[str, str, dict[str, Any]]
-NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class CompactionItem(msgspec.Struct, frozen=True):
@@ -44,8 +43,8 @@ class SealedCompaction(msgspec.Struct, frozen=True):
     """What a later request needs to know of a `Compaction`."""
 
     summary: str
-    kept: NonNegative
-    pending: NonNegative
+    kept: CountOrZero
+    pending: CountOrZero
 
 
 class CompactionEntry(msgspec.Struct, frozen=True):

@@ -175,9 +175,10 @@ def retained(items: Sequence[LocatedItem], users: int) -> list[LocatedItem]:
 def decode(
     items: Sequence[LocatedItem], toolset: ToolSet, asked: list[Asked], history: mcp.McpHistory | None = None
 ) -> tuple[Message, ...]:
-    """`history` is what the items say about MCP servers."""
+    """Decode items, without those that a compaction replaced (see `window`). `history` is what they say about MCP
+    servers."""
     builder = _MessageBuilder(toolset, asked, history or mcp.McpHistory(items))
-    for path, kind, item in window(items):
+    for path, kind, item in items:
         builder.read(kind, path, item)
     builder.end_turn()
     return tuple(builder.messages)

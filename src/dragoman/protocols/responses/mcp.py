@@ -27,6 +27,7 @@ from dragoman.core.tool_servers import (
     find_header_error,
     function_name,
 )
+from dragoman.core.urls import REDACTED
 from dragoman.protocols import json_body
 from dragoman.protocols.responses.calls import to_text
 from dragoman.protocols.tools import MAX_TOOLS
@@ -39,7 +40,6 @@ ID_PREFIXES = {LIST: "mcpl_", CALL: "mcp_", APPROVAL_REQUEST: "mcpr_", APPROVAL_
 WITHOUT_STATUS = (LIST, APPROVAL_REQUEST, APPROVAL_RESPONSE)
 FROM_ASSISTANT = ("reasoning", "function_call", "custom_tool_call", CALL, APPROVAL_REQUEST)
 """Items that a response adds, besides messages of the assistant."""
-REDACTED = "<redacted>"
 CREDENTIALS = ("authorization", "headers")
 Names = Annotated[list[str], msgspec.Meta(max_length=MAX_TOOLS)]
 
@@ -118,7 +118,7 @@ def decode_server(raw: dict[str, Any], path: str, asked: list[Asked]) -> ToolSer
     fields = json_body.convert(raw, McpToolFields, path)
     for name in ("connector_id", "tunnel_id"):
         if getattr(fields, name) is not None:
-            raise BadRequest(f"{path}.{name}: not possible here; send server_url", param=f"{path}.{name}")
+            raise BadRequest(f"{path}.{name}: not supported; send server_url", param=f"{path}.{name}")
     asked += [Asked(Feature.UNKNOWN, f"{path}.{name}") for name in json_body.unknown_fields(raw, McpToolFields)]
     allowed = fields.allowed_tools
     offered = ToolFilter(tuple(allowed)) if isinstance(allowed, list) else (allowed.decode() if allowed else None)
@@ -174,16 +174,13 @@ def echoed_tool(tool: Item) -> dict[str, Any]:
     return echoed
 
 
-def find_secret_field(tools: Sequence[Item]) -> str | None:
-    """Return the path of a field that has credentials, or an address with a query, if any."""
-    for at, tool in enumerate(tools):
-        if tool.get("type") == "mcp":
-            names = [name for name in CREDENTIALS if tool.get(name)]
-            if "?" in str(tool.get("server_url")):
-                names.append("server_url")
-            if names:
-                return f"tools[{at}].{names[0]}"
-    return None
+def find_secret_field(tool: Item) -> str | None:
+    """Return a field with credentials, if any. An address with a login or a query is one, however short these are."""
+    if tool.get("type") != "mcp":
+        return None
+    url = str(tool.get("server_url"))
+    secrets = {name: tool.get(name) for name in CREDENTIALS} | {"server_url": "?" in url or "@" in url}
+    return next((name for name, value in secrets.items() if value), None)
 
 
 class McpHistory:

@@ -169,10 +169,12 @@ def _check_supported(fields: ResponseFields) -> None:
     if fields.conversation is not None and fields.previous_response_id is not None:
         message = "conversation: cannot be combined with previous_response_id; send one of them"
         raise BadRequest(message, param="conversation")
-    secret = mcp.find_secret_field(fields.tools or ()) if fields.background else None
-    if secret is not None:
-        message = f"{secret}: a background request is stored, so it must not contain credentials; "
-        raise BadRequest(f"{message}name a server of the configuration instead", param=secret)
+    for at, tool in enumerate((fields.tools or ()) if fields.background else ()):
+        secret = mcp.find_secret_field(tool)
+        if secret is not None:
+            param = f"tools[{at}].{secret}"
+            message = f"{param}: a background request is stored, so it must not contain credentials; "
+            raise BadRequest(f"{message}name a server of the configuration instead", param=param)
     if fields.prompt is not None:
         raise NotSupported("prompt: stored prompts are not supported; send the text as instructions", param="prompt")
     if fields.n is not None and fields.n > 1:

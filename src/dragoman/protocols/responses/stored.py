@@ -123,7 +123,7 @@ def _check_items(sent: Iterable[dict[str, Any]]) -> Sequence[Mapping[str, Any]]:
         if not items.is_known(kind):
             raise BadRequest(f"{path}.type: unknown type {quote(kind)} of an item", param=f"{path}.type")
     asked: list[Asked] = []
-    items.decode(located, tools.decode((), items.tools_of(located), asked), asked)
+    items.decode(items.window(located), tools.decode((), items.tools_of(located), asked), asked)
     return [item for _, _, item in located]
 
 

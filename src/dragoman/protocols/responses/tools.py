@@ -179,7 +179,7 @@ class _ToolDecoder:
 
     def _add_server(self, path: str, raw: dict[str, Any]) -> None:
         server = mcp.decode_server(raw, path, self._asked)
-        if server.headers and self.replaces:
+        if self.replaces and mcp.find_secret_field(raw) is not None:
             raise BadRequest(f"{path}: items are stored; put a tool with credentials into tools", param=path)
         if server.label in self.servers and not self.replaces:
             param = f"{server.path}.server_label"

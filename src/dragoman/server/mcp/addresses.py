@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from dragoman.config.sections import Network
+from dragoman.core.errors import quote
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -40,7 +41,8 @@ class Resolver:
             raise AddressRefused("the name of the server cannot be resolved") from None
         addresses = [ipaddress.ip_address(entry.partition("%")[0]) for entry in found]
         if not addresses or not all(is_allowed(address, allowed) for address in addresses):
-            raise AddressRefused("the server has an address that requests may not use")
+            message = f"the host {quote(host)} resolves to an address that is not public"
+            raise AddressRefused(f"{message}; the operator can allow it in `mcp.allow_addresses`")
         return str(addresses[0])
 
     def close(self) -> None:

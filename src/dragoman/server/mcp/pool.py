@@ -45,7 +45,7 @@ MIN_MESSAGE = 2 * 1024 * 1024
 MAX_PAGES = 50
 """Pages of a list of tools."""
 NO_CONNECTION, TIMED_OUT, INVALID_ANSWER = 502, -32001, -32700
-"""Codes of errors; positive ones are a status of HTTP."""
+"""Codes of errors; positive ones are an HTTP status."""
 INVALID_ANSWER_MESSAGE = "the answer of the server does not follow MCP"
 CONFIGURED = "configuration"
 
@@ -237,10 +237,15 @@ class ConnectionPool:
             return
         spec = self._servers.get(target.name)
         if spec is None:
-            raise _ServerFailed("the server is no longer in the configuration", NO_CONNECTION)
+            message = (
+                f"the mcp server {target.name!r} is no longer in the configuration; remove its tools from the request"
+            )
+            raise _ServerFailed(message, NO_CONNECTION)
         if spec.missing_variables:
-            log.error("MCP server %s: the environment has no %s", target.name, ", ".join(spec.missing_variables))
-            raise _ServerFailed("the server lacks a setting; its operator's log has more", NO_CONNECTION)
+            names = ", ".join(spec.missing_variables)
+            log.error("MCP server %s: the environment has no %s; set it and restart Dragoman", target.name, names)
+            message = f"the mcp server {target.name!r} needs environment variables that are not set; the log names them"
+            raise _ServerFailed(message, NO_CONNECTION)
 
     def _make_room(self) -> None:
         if len(self._tasks) < self._mcp.connections:

@@ -4,7 +4,7 @@ Rules
 1. The program has PATH, HOME and the like of the server's environment, and what its configuration adds.
 2. A line that is too long ends the connection, and the program.
 3. The program ends when its input ends. If it does not, it is killed with everything that it has started.
-4. What it writes to its standard error is not kept, except its last words if it fails to start.
+4. The last 2,000 bytes of its standard error are logged if it does not start.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """What is measured: the record of one request, which a `Meter` fills, and the counters of the run.
 
 Only served models become labels, never names sent by clients, paths or keys. So the number of series is bounded.
-Principals become labels if the operator wants it, and only the first ones that send requests.
+Principals become labels if `telemetry.metrics_by_principal` is set, and only the first ones that send requests.
 """
 
 import math

@@ -31,7 +31,7 @@ import msgspec
 from dragoman.config.sections import Telemetry
 from dragoman.config.settings import Settings
 from dragoman.core.errors import ConfigError
-from dragoman.core.urls import remove_credentials
+from dragoman.core.urls import REDACTED, remove_credentials
 from dragoman.core.version import __version__
 from dragoman.server.telemetry.metrics import Metrics, RequestRecord
 from dragoman.storage.key_uses import KeyUses
@@ -39,7 +39,6 @@ from dragoman.storage.keys import KEY_ID
 from dragoman.storage.ledger import Ledger
 
 SCHEMA = 1
-HIDDEN = "***"
 SECRET = re.compile(r"(?i)(secret|password|passwd|credential|api_?keys?|access_?token|auth_?token|bearer)")
 log = logging.getLogger("dragoman.server.telemetry")
 request_log = logging.getLogger("dragoman.requests")
@@ -161,13 +160,13 @@ def without_secrets(settings: Settings) -> Any:
     shown = _hide_secrets(msgspec.to_builtins(settings)) | {"api_keys": len(settings.api_keys)}
     for server in shown["mcp_servers"].values():
         for name in ("env", "headers"):
-            server[name] = dict.fromkeys(server[name], HIDDEN)
+            server[name] = dict.fromkeys(server[name], REDACTED)
     return shown
 
 
 def _hide_secrets(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: HIDDEN if SECRET.search(str(name)) else _hide_secrets(inner) for name, inner in value.items()}
+        return {name: REDACTED if SECRET.search(str(name)) else _hide_secrets(inner) for name, inner in value.items()}
     if isinstance(value, str):
         return remove_credentials(value)
     return [_hide_secrets(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""Records exchanges in a file of JSON lines, if the operator wants it (see `recordings.recorded_exchange`).
+"""Records exchanges in a file of JSON lines, if `record` is set (see `recordings.recorded_exchange`).
 
 Rules
 1. Every process that answers requests appends to the file itself. A line is one write under a lock of the file: lines
@@ -7,7 +7,8 @@ Rules
 3. Of each body, at most `MAX_BODY` bytes are recorded.
 4. The file belongs to its owner only. After it was moved away, the next line begins a new one.
 5. A problem is logged once, until a line was written again.
-6. Credentials are hidden: the keys of this server, fields such as `api_key`, and the headers for MCP servers.
+6. Credentials are hidden: the keys of this server, fields such as `api_key`, and the secrets of MCP servers
+   (see `core.tool_servers.find_server_secrets`), wherever they occur.
 """
 
 import errno
@@ -25,7 +26,8 @@ from typing import Any, Literal
 import msgspec
 
 from dragoman.core.errors import DECODE_ERRORS, ConfigError
-from dragoman.core.urls import MIN_SECRET_LENGTH, redact_secrets, secret_forms
+from dragoman.core.tool_servers import find_server_secrets
+from dragoman.core.urls import REDACTED, redact_secrets, secret_forms
 from dragoman.recordings.recorded_exchange import HEADERS, NOTHING, RecordedExchange, TokenCounts, encode_body
 from dragoman.server.telemetry.metrics import RequestRecord
 
@@ -36,13 +38,14 @@ MAX_QUEUED = 64 * 1024 * 1024
 END_SECONDS = 5.0
 """How long the end of the process waits for the last lines."""
 MODE = 0o600
-HIDDEN = "***"
 CREDENTIAL = re.compile(
     r'("(?:x-)?(?:api[_-]?key|authorization(?:_token)?|(?:access|auth|bearer)_token)"\s*:\s*")(?:[^"\\]|\\.)+',
     re.IGNORECASE,
 )
 MCP_LISTS = ("tools", "mcp_servers")
 """Fields of a request that may contain MCP servers."""
+MCP_ADDRESSES = ("server_url", "url")
+MCP_TOKENS = ("authorization", "authorization_token")
 Redact = Callable[[str], str]
 
 
@@ -120,22 +123,34 @@ def _encode(body: bytes, redact: Redact) -> msgspec.Raw:
 
 def _with_secrets(redact: Redact, request: bytes) -> Redact:
     """Hide the credentials of the request too, wherever they occur."""
-    secrets = list(_mcp_secrets(request)) if b'"mcp' in request else []
-    forms = [form for secret in secrets if len(secret) >= MIN_SECRET_LENGTH for form in secret_forms(secret)]
-    return lambda text: CREDENTIAL.sub(rf"\g<1>{HIDDEN}", redact_secrets(redact(text), forms))
+    secrets = _mcp_secrets(request) if b'"mcp' in request else ()
+    # The longest first: one may contain another.
+    forms = sorted({form for secret in secrets for form in secret_forms(secret)}, key=len, reverse=True)
+    return lambda text: CREDENTIAL.sub(rf"\g<1>{REDACTED}", redact_secrets(redact(text), forms))
 
 
 def _mcp_secrets(request: bytes) -> Iterator[str]:
-    """The values of the headers that the request has for MCP servers."""
+    """The secrets of the MCP servers that the request describes, in its own fields or in those of its items."""
     try:
         body: Any = msgspec.json.decode(request)
     except DECODE_ERRORS:
         return
-    lists = [body.get(name) for name in MCP_LISTS] if isinstance(body, dict) else []
-    for entry in (entry for entries in lists if isinstance(entries, list) for entry in entries):
-        headers = entry.get("headers") if isinstance(entry, dict) else None
-        if isinstance(headers, dict):
-            yield from (value for value in headers.values() if isinstance(value, str))
+    items = body.get("input") if isinstance(body, dict) else None
+    for holder in (body, *(items if isinstance(items, list) else ())):
+        lists = [holder.get(name) for name in MCP_LISTS] if isinstance(holder, dict) else []
+        for entry in (entry for entries in lists if isinstance(entries, list) for entry in entries):
+            if isinstance(entry, dict):
+                yield from _server_secrets(entry)
+
+
+def _server_secrets(entry: dict[str, Any]) -> Iterator[str]:
+    headers = entry.get("headers")
+    values = dict(headers) if isinstance(headers, dict) else {}
+    values |= {name: entry.get(name) for name in MCP_TOKENS}
+    texts = {name: value for name, value in values.items() if isinstance(value, str)}
+    for name in MCP_ADDRESSES:
+        url = entry.get(name)
+        yield from find_server_secrets(url if isinstance(url, str) else None, texts)
 
 
 class RecordingFile:
