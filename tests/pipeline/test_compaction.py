@@ -251,8 +251,8 @@ def test_a_second_compaction_reads_the_first() -> None:
     compacted, events = edit(engine, asking(*before, said("user", "three"), edits=(Compact("x", 1),)))
     assert compacted is not None
     assert "They met." in engine.prompts[0]
-    assert compaction_of(events).kept == 0
-    assert [message for message in compacted.messages if is_user_message(message)] == []
+    assert (compaction_of(events).kept, compaction_of(events).pending) == (1, 1)
+    assert [message for message in compacted.messages if is_user_message(message)] == [said("user", "three")]
 
 
 CHAT = (said("user", "a" * 400), said("assistant", "b" * 400), said("user", "c" * 40))
@@ -276,6 +276,29 @@ def test_the_most_recent_user_messages_stay(limit: int, kept: int) -> None:
     """The two have 100 and 10 tokens. A third of the limit is for them."""
     _, events = edit(Summarizer(), asking(*CHAT, said("assistant", "d" * 2000), edits=(Compact("x", limit),)))
     assert compaction_of(events).kept == kept
+
+
+@pytest.mark.parametrize(
+    ("size", "kept"),
+    [(1200, 1), (3200, 1), (3700, 0)],
+    ids=["longer than a third", "just fits", "longer than the context holds"],
+)
+def test_a_question_without_an_answer_stays_if_it_fits(size: int, kept: int) -> None:
+    """The context has 1,000 tokens, a summary and a reply need 40 each."""
+    question = said("user", "q" * size)
+    edited, events = edit(
+        Summarizer(1000), asking(*CHAT, said("assistant", "ok"), question, edits=(Compact("x", 200),))
+    )
+    assert edited is not None
+    assert (edited.messages[-1] == question) == bool(kept)
+    assert (compaction_of(events).kept, compaction_of(events).pending) == (kept, kept)
+
+
+def test_a_single_long_question_is_not_compacted() -> None:
+    engine = Summarizer(1000)
+    edited, events = edit(engine, asking(said("user", "q" * 1600), edits=(Compact("x", 200),)))
+    assert edited is not None
+    assert (edited.messages[0].text, engine.requests, events) == ("q" * 1600, [], [])
 
 
 def test_nothing_is_compacted_if_nothing_would_be_left_out() -> None:
