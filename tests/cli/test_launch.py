@@ -200,10 +200,13 @@ def test_server_at_the_configured_address_is_used(launch_env: LaunchEnvironment,
     assert done.stderr == f"starting Claude Code with the model for-agents of {server.url}\n"
 
 
-def test_model_may_be_a_source(launch_env: LaunchEnvironment, smollm2_path: Path) -> None:
-    write_config(launch_env)
+def test_file_is_served_by_a_server_of_its_own(
+    launch_env: LaunchEnvironment, server: Running, smollm2_path: Path
+) -> None:
+    write_config(launch_env, port=server.port)
     done = launch_env.launch("aider", "--model", f"for-agents-too={smollm2_path}")
     assert done.returncode == 0, done.stderr
+    assert "starting a server on " in done.stderr
     assert "--model=openai/for-agents-too" in launch_env.record()["arguments"]
     assert '"max_input_tokens": 8192' in launch_env.record()["files"]["models.json"]
 

@@ -1,7 +1,8 @@
 """The server for an agent: one that runs already, or one that is started for it.
 
 Rules
-1. The server is that of --url or $DRAGOMAN_URL; otherwise the one at the address of the configuration, if it answers.
+1. The server is that of --url or $DRAGOMAN_URL; otherwise the one at the address of the configuration, if it answers
+   and `--model` is not a file.
 2. Otherwise a server is started with the configuration, on a free port. Its log is in a file. It ends with the block,
    and with this process, however that ends.
 3. `--model` names a model of the server. For a server that is started, it may be a source too, as in `dragoman serve`.
@@ -60,11 +61,16 @@ def find_endpoint(arguments: argparse.Namespace) -> Endpoint | None:
         return _read_endpoint(admin_client.from_arguments(arguments), arguments.model)
     settings = load_config(arguments.config).settings
     server = admin_client.from_settings(settings, arguments.api_key)
-    if not server.is_running():
+    if _is_file(arguments.model) or not server.is_running():
         return None
     if settings.tls is not None:
         raise ConfigError(f"{server.address}: give --url with the name in its certificate, which agents check")
     return _read_endpoint(server, arguments.model or _default_name(settings))
+
+
+def _is_file(model: str | None) -> bool:
+    """Whether `--model` is a file or NAME=FILE, which a running server does not serve."""
+    return model is not None and model.lower().endswith(".gguf")
 
 
 def configured_endpoint(arguments: argparse.Namespace) -> Endpoint:
