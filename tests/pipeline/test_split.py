@@ -161,6 +161,16 @@ def test_engine_finishes_a_single_call() -> None:
     assert found.parts == (Text("a"), CALLED)
 
 
+def test_reply_that_is_cut_off_within_the_end_of_a_call_has_no_rest() -> None:
+    closer = "</tool_call>"
+    assert NOW.endswith(closer)
+    for missing in range(1, len(closer)):
+        found = joined(play("hermes", list(NOW[:-missing]), reason="length"))
+        assert found.parts == (CALLED,)
+        stopped = joined(play("hermes", list(NOW[:-missing])))
+        assert stopped.parts[0] == CALLED
+
+
 # Rule 4: ambiguous markers in reasoning.
 
 AMBIGUOUS: list[tuple[str, tuple[Part, ...]]] = [

@@ -94,13 +94,18 @@ class SectionReader:
         return None
 
     def _take_end(self, section: CallSection) -> Parser[bool]:
-        """Consume the end of a section, including surplus brackets that small models write before it."""
+        """Consume the end of a section, including surplus brackets that small models write before it. A reply that is cut
+        off may end within it."""
         if not section.close:
             return False
         junk = ""
         while (yield from self.buffer.peek()) and self.buffer.window[0] in "}] \n" and len(junk) < MAX_JUNK:
             junk += self.buffer.take(1)
         if (yield from self.buffer.take_literal(section.close)):
+            return True
+        rest = self.buffer.window
+        if rest and self.buffer.cut and section.close.startswith(rest):
+            self.buffer.take(len(rest))
             return True
         self.buffer.push_back(junk)
         return False
