@@ -94,8 +94,10 @@ class SectionReader:
         return None
 
     def _take_end(self, section: CallSection) -> Parser[bool]:
-        """Consume the end of a section, including surplus brackets that small models write before it. A reply that is cut
-        off may end within it."""
+        """Consume the end of a section, including surplus brackets that small models write before it.
+
+        A reply that is cut off may end within it.
+        """
         if not section.close:
             return False
         junk = ""
