@@ -81,7 +81,7 @@ def check_features(
         if asked.feature in ESSENTIAL:
             raise NotSupported(f"model '{model}' {_describe_missing(asked, supports)}", param=asked.param)
         if strict:
-            raise unsupported_parameter(model, asked.param)
+            raise unsupported_parameter(model, asked.param, asked.feature)
         ignored.append(asked.param)
     return tuple(ignored)
 
@@ -101,7 +101,12 @@ def reads_field(reads_fields: Sequence[str], name: str) -> bool:
     return name in reads_fields or "*" in reads_fields
 
 
-def unsupported_parameter(model: str, param: str) -> UnsupportedParameter:
+def unsupported_parameter(model: str, param: str, feature: Feature = Feature.UNKNOWN) -> UnsupportedParameter:
+    if feature == Feature.SERVER_TOOLS:
+        message = (
+            f"{quote(param)}: this server runs no hosted tools such as web search; use a function or an MCP server"
+        )
+        return UnsupportedParameter(message, param=param)
     message = f"model '{model}' does not support {quote(param)}; remove it or disable strict mode"
     return UnsupportedParameter(message, param=param)
 
