@@ -1,10 +1,10 @@
-"""All tests, in five processes side by side: those with a real model, those of servers in one process, those of servers
-with two front ends, those of the tools (which wait for servers too), and all others.
+"""All tests, in six processes side by side: those with a real model, those of servers in one process (in two halves),
+those of servers with two front ends, those of the tools (which wait for servers too), and all others.
 
     python -m tests [arguments of pytest]
 
-Most tests wait more than they compute, so that together they take little longer than the longest alone. The tests of
-servers in one process print as they run; what the others print follows.
+Most tests wait more than they compute, so that together they take little longer than the longest alone. The first
+half of the tests of servers in one process prints as it runs; what the others print follows.
 
 A test that fails runs once more, when nothing else runs. If it passes then, it is listed as unstable, and the run does
 not fail. Everything else fails the run: a test that fails twice, an interrupted part, an error outside of a test.
@@ -13,14 +13,23 @@ not fail. Everything else fails the run: a test that fails twice, an interrupted
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
+
+def _server_files(letters: str) -> list[str]:
+    """The tests of servers whose names begin with one of these letters."""
+    return sorted(map(str, Path("tests/server").glob(f"test_[{letters}]*.py")))
+
+
 SERVER = ("tests/server", "tests/security")
+ONE_PROCESS = "server and not model and not front_ends"
 TOOLS = "tests/tools"
 PARTS = (
-    ("server and not model and not front_ends", *SERVER),
+    (ONE_PROCESS, *_server_files("a-l")),
+    (ONE_PROCESS, *_server_files("m-z"), "tests/security"),
     ("front_ends", *SERVER),
     ("model",),
     ("tools and not model", TOOLS),
@@ -34,10 +43,17 @@ NONE_SELECTED = 5
 
 class Part:
     def __init__(self, marker: str, places: tuple[str, ...], cache: Path, output: IO[str] | None) -> None:
-        given = sys.argv[1:]
-        if not all(argument.startswith("-") for argument in given):
-            places = ()
-        self._command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={cache}", "-m", marker, *places, *given]
+        self._command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-o",
+            f"cache_dir={cache}",
+            "-m",
+            marker,
+            *places,
+            *sys.argv[1:],
+        ]
         self.output = output
         self.process = subprocess.Popen(self._command, stdout=output, stderr=output, text=True)
 
@@ -47,11 +63,18 @@ class Part:
         return subprocess.run([*self._command, "--last-failed", "--last-failed-no-failures", "none"]).returncode
 
 
+def _parts() -> Sequence[tuple[str, ...]]:
+    """The parts, or one for each marker if the arguments name the tests."""
+    if all(argument.startswith("-") for argument in sys.argv[1:]):
+        return PARTS
+    return [(marker,) for marker in dict.fromkeys(marker for marker, *_ in PARTS)]
+
+
 def main() -> int:
     with ExitStack() as stack:
         caches = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         parts = []
-        for number, (marker, *places) in enumerate(PARTS):
+        for number, (marker, *places) in enumerate(_parts()):
             output = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) if number else None
             parts.append(Part(marker, tuple(places), caches / str(number), output))
         try:
