@@ -19,9 +19,10 @@ import msgspec
 from dragoman.config.config_file import ConfigFile
 from dragoman.config.sections import Network
 from dragoman.core.errors import ConfigError
-from dragoman.core.tool_servers import find_header_error, find_server_secrets
+from dragoman.core.tool_servers import find_header_error
 from dragoman.core.types import Count, Seconds, Word
 from dragoman.core.url_patterns import PlainUrl, UrlPattern
+from dragoman.core.urls import find_server_secrets
 
 SERVER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 PACKAGE_NEEDED = "tools of MCP servers need the package mcp; pip install 'dragoman[mcp]'"

@@ -7,18 +7,15 @@ Rules
    digest of label and name, so that two tools have two names.
 2. A tool is offered if it matches the filter of the request. A call of a tool waits for approval if the rule says so.
 3. The address and `headers` may contain credentials. They are sent to the server and nowhere else: what
-   `find_server_secrets` returns is in no output.
+   `core.urls.find_server_secrets` returns is in no output.
 """
 
 import hashlib
 import re
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import unquote, unquote_plus
 
 import msgspec
-
-from dragoman.core.urls import MIN_SECRET_LENGTH
 
 MAX_NAME = 64
 """Characters of a function name, which is what OpenAI's models allow."""
@@ -126,16 +123,3 @@ def find_header_error(headers: Mapping[str, str]) -> tuple[str, str] | None:
         if not HEADER_VALUE.fullmatch(value):
             return name, "the value must be printable ASCII"
     return None
-
-
-def find_server_secrets(url: str | None, headers: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the values that no output may contain: headers, whole and word by word, and the login and query of the
-    address, as they are written and decoded. Short ones are left out. The address need not be valid."""
-    address, *queries = re.split("[?#]", url or "")
-    login = address.partition("://")[2].partition("/")[0].rpartition("@")[0]
-    values = [login, login.partition(":")[2], *headers.values()]
-    for pair in "&".join(queries).split("&"):
-        name, mark, value = pair.partition("=")
-        values.append(value if mark else name)
-    parts = [part for value in values for part in (value, unquote(value), unquote_plus(value), *value.split())]
-    return tuple(dict.fromkeys(part for part in parts if len(part) >= MIN_SECRET_LENGTH))

@@ -13,8 +13,8 @@ import base64
 import ipaddress
 import json
 import re
-from collections.abc import Iterable
-from urllib.parse import SplitResult, unquote, urlsplit
+from collections.abc import Iterable, Mapping
+from urllib.parse import SplitResult, unquote, unquote_plus, urlsplit
 
 import msgspec
 
@@ -108,3 +108,16 @@ def display_source(source: str) -> str:
         return truncate(source)
     address = re.split("[?#]", remove_credentials(source))[0]
     return truncate(f"{address}?..." if "?" in source else address)
+
+
+def find_server_secrets(url: str | None, headers: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the values that no output may contain: headers, whole and word by word, and the login and query of the
+    address, as they are written and decoded. Short ones are left out. The address need not be valid."""
+    address, *queries = re.split("[?#]", url or "")
+    login = address.partition("://")[2].partition("/")[0].rpartition("@")[0]
+    values = [login, login.partition(":")[2], *headers.values()]
+    for pair in "&".join(queries).split("&"):
+        name, mark, value = pair.partition("=")
+        values.append(value if mark else name)
+    parts = [part for value in values for part in (value, unquote(value), unquote_plus(value), *value.split())]
+    return tuple(dict.fromkeys(part for part in parts if len(part) >= MIN_SECRET_LENGTH))

@@ -8,7 +8,7 @@ Rules
 4. The file belongs to its owner only. After it was moved away, the next line begins a new one.
 5. A problem is logged once, until a line was written again.
 6. Credentials are hidden: the keys of this server, fields such as `api_key`, and the secrets of MCP servers
-   (see `core.tool_servers.find_server_secrets`), wherever they occur.
+   (see `core.urls.find_server_secrets`), wherever they occur.
 """
 
 import errno
@@ -26,8 +26,7 @@ from typing import Any, Literal
 import msgspec
 
 from dragoman.core.errors import DECODE_ERRORS, ConfigError
-from dragoman.core.tool_servers import find_server_secrets
-from dragoman.core.urls import REDACTED, redact_secrets, secret_forms
+from dragoman.core.urls import REDACTED, find_server_secrets, redact_secrets, secret_forms
 from dragoman.recordings.recorded_exchange import HEADERS, NOTHING, RecordedExchange, TokenCounts, encode_body
 from dragoman.server.telemetry.metrics import RequestRecord
 
