@@ -1,8 +1,12 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
+import msgspec
 import pytest
 
+from dragoman.config.sections import KeyLimits
+from dragoman.core.types import RouteScope
+from dragoman.storage.keys import KeyStore
 from tests.support.requests import CHAT, ask, talking, text_of
 from tests.support.sdk import ModelClient, sdk
 from tests.support.server_process import Running, Serving
@@ -72,3 +76,18 @@ def served_afterwards(tight: Running) -> Iterator[None]:
     yield
     with talking(tight) as client:
         assert text_of(ask(client, CHAT)) == "hello"
+
+
+Make = Callable[..., str]
+
+
+@pytest.fixture
+def make(store: KeyStore) -> Make:
+    """Creates keys in the fixture `store` of the module."""
+
+    def made(
+        name: str = "anna", models: tuple[str, ...] = (), routes: tuple[RouteScope, ...] = (), **limits: int
+    ) -> str:
+        return store.create(name, models=models, routes=routes, limits=msgspec.convert(limits, KeyLimits))[0]
+
+    return made

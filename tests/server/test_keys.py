@@ -2,19 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
-import msgspec
 import openai
 import pytest
 
-from dragoman.config.sections import KeyLimits
-from dragoman.core.types import RouteScope
 from dragoman.storage.keys import KeyStore
+from tests.server.conftest import Make
 from tests.support.frontends import many
 from tests.support.requests import CHAT, HELLO, ask, eventually, recorded, refused, talking, text_of
 from tests.support.sdk import anthropic_sdk, sdk
@@ -45,19 +43,6 @@ def keyed(folder: Path, store: KeyStore, serving: Serving) -> Iterator[Running]:
     }
     with serving(folder, config) as running:
         yield running
-
-
-Make = Callable[..., str]
-
-
-@pytest.fixture
-def make(store: KeyStore) -> Make:
-    def made(
-        name: str = "anna", models: tuple[str, ...] = (), routes: tuple[RouteScope, ...] = (), **limits: int
-    ) -> str:
-        return store.create(name, models=models, routes=routes, limits=msgspec.convert(limits, KeyLimits))[0]
-
-    return made
 
 
 def chat(running: Running, key: str, **fields: Any) -> httpx.Response:

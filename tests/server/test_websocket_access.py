@@ -1,17 +1,16 @@
 """Keys, scopes, quotas and budgets of the requests of a WebSocket, and origins of browsers."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from websockets.exceptions import InvalidStatus
 
 from dragoman.config.sections import BudgetLimit, KeyLimits
-from dragoman.core.types import RouteScope
 from dragoman.storage.keys import KeyStore
+from tests.server.conftest import Make
 from tests.support.requests import CHAT, ask, eventually, recorded, talking
 from tests.support.server_process import Running, Serving
 from tests.support.websocket import create, events_of, next_event, opened, refusal, respond, text_of_response
@@ -43,19 +42,6 @@ def store(folder: Path) -> KeyStore:
 def server(folder: Path, store: KeyStore, serving: Serving) -> Iterator[Running]:
     with serving(folder, CONFIG) as running:
         yield running
-
-
-Make = Callable[..., str]
-
-
-@pytest.fixture
-def make(store: KeyStore) -> Make:
-    def made(
-        name: str = "anna", models: tuple[str, ...] = (), routes: tuple[RouteScope, ...] = (), **limits: Any
-    ) -> str:
-        return store.create(name, models=models, routes=routes, limits=msgspec.convert(limits, KeyLimits))[0]
-
-    return made
 
 
 def bearer(key: str) -> dict[str, str]:
